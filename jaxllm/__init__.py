@@ -39,6 +39,7 @@ _PUBLIC = {
     "LoRARequest": "jaxllm.lora.request",
     "TextPrompt": "jaxllm.prompts",
     "TokensPrompt": "jaxllm.prompts",
+    "EmbedsPrompt": "jaxllm.prompts",
     "PromptType": "jaxllm.prompts",
     "JaxLLMError": "jaxllm.errors",
     "ValidationError": "jaxllm.errors",
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
     from jaxllm.parsers.answer_format import AnswerFormat
     from jaxllm.pooler_config import PoolerConfig
     from jaxllm.pooling_params import PoolingParams
-    from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
+    from jaxllm.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from jaxllm.sampling.logits_processor import LogitsProcessor
     from jaxllm.sampling_params import (
         BeamSearchParams,

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.beam_search import beam_search, refuse_images
+from jaxllm.frontend.beam_search import beam_search, refuse_media
 from jaxllm.frontend.calls import Calls
 from jaxllm.frontend.input_processor import ProcessedInput, tokenization_options
 from jaxllm.frontend.llm_engine import LLMEngine
@@ -230,7 +230,7 @@ class LLM:
             raise refused("params", params, "it must be a BeamSearchParams")
         engine, prompts = self.llm_engine, as_prompts(prompts)
         processed = self._process(prompts, SamplingParams(), None, None, lora_request)
-        refuse_images(one.requests[0] for one in processed)
+        refuse_media(one.requests[0] for one in processed)
         token_ids = [one.prompt_token_ids for one in processed]
         with contextlib.closing(Bar(use_tqdm, desc="Beam search", unit="token")) as bar:
             outputs = beam_search(

@@ -1,4 +1,4 @@
-"""The options of images in prompts."""
+"""The options of images and embeddings in prompts."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _MOST_IMAGES = 64  # of a prompt, where no option says otherwise
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Images in prompts"""
+    """Images and embeddings in prompts"""
 
     limit_mm_per_prompt: Mapping[str, Any] | None = option(
         None, f'JSON object: {{"image": most images of a prompt}} (default: {_MOST_IMAGES}).'
@@ -29,6 +29,9 @@ class MediaConfig:
     )
     allowed_media_domains: tuple[str, ...] = option(
         (), "Hosts from which requests may name images, as http(s) URLs; none unless given."
+    )
+    enable_prompt_embeds: bool = option(
+        False, "Take prompts of embeddings, in place of tokens: prompt_embeds."
     )
 
     def check(self) -> None:

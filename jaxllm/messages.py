@@ -13,6 +13,7 @@ from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.metrics.startup import Phase
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling_params import PoolingTask
+from jaxllm.prompt_embeds.item import EmbedsItem, EmbedsSpec
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.speculative_config import Speculation
 
@@ -43,6 +44,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: str | None = None
     adapter: Adapter | None = None
     images: list[ImageItem] = []  # in the order of their places
+    embeds: EmbedsItem | None = None  # in place of the tokens of the prompt
     # Of engines that hand prompts over: whether others are to have the blocks, and who has them.
     gives_blocks: bool = False
     source: BlockSource | None = None
@@ -81,6 +83,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     counted_experts: dict[int, int] = {}
     images: ImageSpec | None = None  # None: prompts are text
     num_image_rows: int = 0  # how many tokens of images the device's pool holds
+    embeds: EmbedsSpec | None = None  # None: prompts have tokens
     # The parameters that the model recommends, for requests without any.
     default_sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     # The longest answer that the model recommends, if any; servers enforce it.

@@ -1,5 +1,6 @@
 """What a user may pass as a prompt."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
@@ -25,12 +26,22 @@ class TokensPrompt(TypedDict):
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings (jaxllm/prompt_embeds/README.md)."""
+
+    prompt_embeds: Any  # an array [tokens, hidden size], or a file of one in base64
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 def size_of(prompt: object) -> int:
-    """The rough size of a prompt of any kind, in characters or tokens."""
+    """The rough size of a prompt of any kind, in characters, tokens or numbers."""
     given = prompt
     if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        given = prompt.get("prompt_embeds")
+        if given is not None and not isinstance(given, str):
+            return math.prod(getattr(given, "shape", ()))
+        given = given or prompt.get("prompt_token_ids") or prompt.get("prompt")
     return len(given) if isinstance(given, str | list | tuple) else 0

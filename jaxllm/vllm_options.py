@@ -33,7 +33,6 @@ _ABSENT: dict[str, tuple[str, ...]] = {
         "disable_chunked_mm_input", "enable_mm_embeds", "media_io_kwargs", "mm_encoder_tp_mode",
         "mm_processor_cache_gb", "trust_request_mm_kwargs",
     ),
-    "prompts are text or token ids": ("enable_prompt_embeds",),
     "--structured-outputs-config has the options of forms of answers": (
         "guided_decoding_backend", "guided_decoding_disable_additional_properties",
         "guided_decoding_disable_any_whitespace", "guided_decoding_disable_fallback",

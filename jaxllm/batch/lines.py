@@ -17,7 +17,8 @@ from jaxllm.batch.input import Item
 from jaxllm.errors import ValidationError, refused
 from jaxllm.lora.request import LoRARequest
 from jaxllm.openai.answer import check_finished
-from jaxllm.openai.endpoints import ENDPOINTS, Endpoint, Request, find_endpoint
+from jaxllm.openai.batch_endpoints import BATCH_ENDPOINTS, find_batch_endpoint
+from jaxllm.openai.endpoints import Endpoint, Request
 from jaxllm.openai.errors import error_body
 from jaxllm.openai.logprobs import Position
 from jaxllm.openai.pooling.endpoints import POOLING_PATHS
@@ -170,10 +171,12 @@ class BatchLine:
         if method != "POST":
             raise refused("method", method, "it must be 'POST'")
         if not isinstance(url, str):
-            raise refused("url", url, f"it must be {' or '.join((*ENDPOINTS, *POOLING_PATHS))}")
+            raise refused(
+                "url", url, f"it must be {' or '.join((*BATCH_ENDPOINTS, *POOLING_PATHS))}"
+            )
         if served.pooling is not None and url in POOLING_PATHS:
             return self._read_pooling(POOLING_PATHS[url][0], served)
-        self._endpoint = find_endpoint(url)
+        self._endpoint = find_batch_endpoint(url)
         self._request = request = self._endpoint.request.read(self.body)
         self._served = served = served.named(request.model)
         return Prompts(

@@ -10,6 +10,7 @@ from jaxllm.lora.host import Adapters
 from jaxllm.media.host import Images
 from jaxllm.messages import EngineInfo
 from jaxllm.pooling.host import RowPooling, TokenPooling
+from jaxllm.prompt_embeds.host import PromptEmbeds
 from jaxllm.prompt_logprobs.host import PromptLogprobs
 from jaxllm.scheduler.features import Feature
 from jaxllm.scheduler.kv.manager import KVCacheManager
@@ -28,10 +29,13 @@ def host_features(info: EngineInfo, kv: KVCacheManager) -> tuple[Feature, ...]:
 def _of_steps(info: EngineInfo) -> tuple[Feature, ...]:
     if info.pooling is not None:
         return (RowPooling(info.pooling.needs_whole_prompts), TokenPooling())
+    features: list[Feature] = []
     if info.images is not None:
         # First, since its limit counts tokens from the end of those that are wanted.
-        return (Images(info.images, info.num_image_rows), PromptLogprobs())
-    return (PromptLogprobs(),)
+        features.append(Images(info.images, info.num_image_rows))
+    if info.embeds is not None:
+        features.append(PromptEmbeds(info.embeds))
+    return (*features, PromptLogprobs())
 
 
 def structured_output(config: EngineConfig, info: EngineInfo) -> StructuredOutput:

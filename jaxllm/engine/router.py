@@ -116,7 +116,8 @@ class Router(Generic[Replica]):
 
 def _pieces(request: EngineRequest) -> Iterator[int]:
     """Yield a hash for each whole piece of a prompt, which covers all before it too."""
-    tokens, piece = request.prompt_token_ids, hash(request.cache_salt)
+    embeds = None if request.embeds is None else request.embeds.digests
+    tokens, piece = request.prompt_token_ids, hash((request.cache_salt, embeds))
     for end in range(_PIECE, len(tokens) + 1, _PIECE):
         piece = hash((piece, *tokens[end - _PIECE : end]))
         yield piece

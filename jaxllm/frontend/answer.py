@@ -34,14 +34,16 @@ class OpenRequest:
         self.params = params = processed.params
         self._trace_headers = processed.trace_headers
         self._on_finish = on_finish
+        first = processed.requests[0]
         self.request_id = processed.request_id
         self.lora_request = processed.lora_request
         self._kv_transfer_params = processed.kv_transfer_params
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
+        # Those that have a text, after which the answer's goes on.
+        self.read_token_ids = [] if first.embeds is not None else processed.prompt_token_ids
         self.kind = params.output_kind
         # The tokens that no text shows at the end; None: whichever is the last of a stop.
-        first = processed.requests[0]
         self.stop_ids: frozenset[int] | None = None
         if first.grammar is not None:  # its end is a stop, too, after any token
             self.stop_ids = frozenset([*first.eos_token_ids, *first.stop_token_ids])
@@ -184,7 +186,7 @@ class Answer:
             self._stream = detokenizer.stream(
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=request.read_token_ids,
             )
             if params.stop:
                 self._stop = StopStrings(list(params.stop), include=self._include_stop)

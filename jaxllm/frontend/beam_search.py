@@ -77,8 +77,14 @@ def check_beams(params: BeamSearchParams, info: EngineInfo, prompt_len: int) -> 
         )
 
 
-def refuse_images(requests: Iterable[EngineRequest]) -> None:
-    """Refuse a search behind images: its steps have prompts of tokens alone."""
+def refuse_media(requests: Iterable[EngineRequest]) -> None:
+    """Refuse a search behind images or embeddings: its steps have prompts of tokens alone."""
+    requests = list(requests)
+    if any(request.embeds is not None for request in requests):
+        raise ValidationError(
+            "prompt_embeds: a beam search is not supported with embeddings; sample instead",
+            parameter="prompt_embeds",
+        )
     if any(request.images for request in requests):
         raise ValidationError(
             "multi_modal_data: a beam search is not supported with images; sample instead",

@@ -25,6 +25,7 @@ from jaxllm.messages import EngineInfo, EngineRequest
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.plural import counted
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.prompt_embeds.arrays import take_embeds
 from jaxllm.prompts import PromptType
 from jaxllm.sampling.logits_processor import encode_request, load_logits_processors
 from jaxllm.sampling_params import (
@@ -108,11 +109,16 @@ class InputProcessor:
         )
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
+        prompt, embeds = take_embeds(prompt, self._info.embeds, length, self._info.block_size)
         prompt, images = self.images.taken(prompt)
         text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
         token_ids, items = self.images.placed(token_ids, images, length)
         params, transfer = self._resolve_params(params)
-        grammar = self._forms.grammar(params.structured_outputs, text, token_ids, reasoning)
+        if embeds is not None and params.prompt_logprobs is not None:
+            why = "a prompt of embeddings has no tokens that could have some; leave it out"
+            raise refused("prompt_logprobs", params.prompt_logprobs, why)
+        read_ids = token_ids if embeds is None else []
+        grammar = self._forms.grammar(params.structured_outputs, text, read_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone
         bad_word_ids = self._tokenize_bad_words(params.bad_words or [])
 
@@ -150,6 +156,7 @@ class InputProcessor:
                 grammar=grammar,
                 adapter=adapter,
                 images=items,
+                embeds=embeds,
                 gives_blocks=transfer.gives,
                 source=None if i else transfer.source,
                 prefix_leader_id=ids[0] if i else None,

@@ -35,7 +35,7 @@ def for_each(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 # The parameters that errors about one prompt of a batch name.
-OF_A_PROMPT = ("prompt", "prompt_token_ids", "cache_salt")
+OF_A_PROMPT = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 
 
 def located(error: ValidationError, name: str, index: int, count: int) -> ValidationError:

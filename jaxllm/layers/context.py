@@ -43,7 +43,8 @@ class LentCache(NamedTuple):
 
 
 class GivenEmbeddings(NamedTuple):
-    """Embeddings that stand in place of those of tokens: images, as a tower has computed them."""
+    """Embeddings that stand in place of those of tokens: of images, as a tower has computed them,
+    or of prompts, as requests have them."""
 
     rows: jax.Array  # i32 [T]: the row of each token; -1: the token has its own embedding
     pool: jax.Array  # [rows, outputs * D]: the embedding, then what is added behind first layers

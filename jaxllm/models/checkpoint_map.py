@@ -8,7 +8,7 @@ that its tensors must have. Any box of a source can be read without the rest.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -308,6 +308,7 @@ class CheckpointMap:
     # by whose tensors layouts are told apart. Every decoder has an embedding, and only one.
     others: tuple["CheckpointMap", ...] = ()
     told_by: tuple[str, ...] = ("model.embed_tokens.weight",)
+    told_shapes: Mapping[str, Shape] = field(default_factory=dict)  # of tensors of some of them
     folders: tuple[str, ...] = ()  # inside the model's, with tensors `{folder}.{name}`
     # The maps of parts of the model whose modules have names of their own, by our name of the part.
     parts: Mapping[str, "CheckpointMap"] = field(default_factory=dict)
@@ -352,11 +353,13 @@ class CheckpointMap:
         """`copies` by the names of tensors."""
         return {self._tensor(copy): self._tensor(copied) for copy, copied in self.copies.items()}
 
-    def for_tensors(self, names: Collection[str]) -> "CheckpointMap":
-        """The map of the layout that a checkpoint with tensors of these names has."""
+    def for_tensors(self, shapes: Mapping[str, Shape | None]) -> "CheckpointMap":
+        """The map of the layout that a checkpoint with these tensors has."""
         for its in (self, *self.others):
-            if all(its._tensor(parameter) in names for parameter in its.told_by):
-                return its
+            told = {its._tensor(parameter): shape for parameter, shape in its.told_shapes.items()}
+            if all(its._tensor(parameter) in shapes for parameter in its.told_by):
+                if all(shapes[tensor] == shape for tensor, shape in told.items()):
+                    return its
         return self
 
     def _tensor(self, parameter: str) -> str:

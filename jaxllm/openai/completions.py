@@ -1,14 +1,14 @@
 """Requests to /v1/completions: the continuations of prompts."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from jaxllm.errors import refused
 from jaxllm.frontend.fill_in_the_middle import fill_in, find_marks
 from jaxllm.openai.fields import RequestFields
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.prompts import PromptType, TextPrompt, TokensPrompt
+from jaxllm.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 from jaxllm.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
@@ -39,6 +39,14 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+    # Prompts of embeddings, before the others: a file in base64, or several.
+    prompt_embeds: str | list[str] | None = None
+
+    @classmethod
+    def read(cls, body: object, *, live: bool = False) -> Self:
+        if isinstance(body, dict) and body.get("prompt_embeds") is not None:
+            body = {"prompt": None, **body}  # it may be left out
+        return super().read(body, live=live)
 
     @property
     def num_prompts(self) -> int:
@@ -55,6 +63,7 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         num = self.num_prompts
         if num > MAX_PROMPTS:
             raise refused("prompt", f"{num} prompts", f"at most {MAX_PROMPTS} are allowed")
+        self._check_embeds()
         return [self._prompt(place, one, served) for place, one in enumerate(self._given)]
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
@@ -70,8 +79,12 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         return self.params_over(served, **params)
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:
-        name = "prompt" if place is None or not self._has_several else f"prompt[{place}]"
+        name, embeds = "prompt", len(self._embeds)
+        if place is not None and self._has_several and place >= embeds:
+            name = f"prompt[{place - embeds}]"
         names = {"prompt": name, "prompt_token_ids": name}
+        if place is not None and isinstance(self.prompt_embeds, list):
+            names["prompt_embeds"] = f"prompt_embeds[{place}]"
         if self.echo and self.prompt_logprobs is None:
             names["prompt_logprobs"] = "logprobs"
         if self.best_of is not None:
@@ -106,7 +119,25 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def _given(self) -> list[Any]:
-        return self.prompt if self._has_several else [self.prompt]
+        """The prompts: files of embeddings, then the others."""
+        embeds = self._embeds
+        if embeds and not self.prompt:  # clients of OpenAI must give one, and give an empty one
+            return embeds
+        return [*embeds, *(self.prompt if self._has_several else [self.prompt])]
+
+    @property
+    def _embeds(self) -> list[str]:
+        given = self.prompt_embeds
+        return [given] if isinstance(given, str) else given or []
+
+    def _check_embeds(self) -> None:
+        """Refuse what embeddings have not."""
+        if not self._embeds:
+            return
+        for name in ("echo", "suffix", "prompt_logprobs"):
+            if (value := getattr(self, name)) not in (None, False, ""):
+                why = "a prompt of embeddings has no text and no logprobs; leave it out"
+                raise refused(name, value, why)
 
     @property
     def _has_several(self) -> bool:
@@ -117,10 +148,12 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
         return f"cmpl-{self.request_id or answer_id}"
 
     def _prompt(self, place: int, given: object, served: ServedModel) -> PromptType:
-        prompt: TextPrompt | TokensPrompt
+        prompt: TextPrompt | TokensPrompt | EmbedsPrompt
         if given is None:
             given = ""
-        if self.suffix:
+        if place < len(self._embeds):
+            prompt = EmbedsPrompt(prompt_embeds=self._embeds[place])
+        elif self.suffix:
             prompt = TokensPrompt(prompt_token_ids=self._with_suffix(place, given, served))
         elif isinstance(given, str):
             if self.add_special_tokens is False and served.tokenizer is not None:

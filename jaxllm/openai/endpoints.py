@@ -1,6 +1,6 @@
 """The served paths, and the interfaces that their requests and answers share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 from msgspec import Struct
@@ -123,15 +123,19 @@ class Endpoint(NamedTuple):
 
 CHAT = Endpoint(ChatRequest, answer_chat, ChatStream)
 COMPLETIONS = Endpoint(CompletionRequest, answer_completion, CompletionStream)
-# Those that lines of a batch may name.
 ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 
 
 def find_endpoint(path: str) -> Endpoint:
     """Return the endpoint of a path; raise NotFoundError."""
-    endpoint = ENDPOINTS.get(path)
+    return find_in(ENDPOINTS, path)
+
+
+def find_in(endpoints: Mapping[str, Endpoint], path: str) -> Endpoint:
+    """Likewise of these."""
+    endpoint = endpoints.get(path)
     if endpoint is None:
         raise NotFoundError(
-            f"url={path!r:.80} is not served here; use {' or '.join(ENDPOINTS)}", parameter="url"
+            f"url={path!r:.80} is not served here; use {' or '.join(endpoints)}", parameter="url"
         )
     return endpoint

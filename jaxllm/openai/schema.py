@@ -30,6 +30,7 @@ class EngineBounds:
     max_n: int = Limits.MAX_N
     takes_empty_text: bool = True  # the tokenizer adds a token at the beginning of every text
     has_priorities: bool = True
+    takes_embeds: bool = True
 
 
 ANY_ENGINE = EngineBounds()
@@ -148,7 +149,8 @@ def _shapes(engine: EngineBounds) -> dict[str, dict[str, Schema]]:
     return {
         "ChatRequest": _OF_CONVERSATIONS,
         "TokenizeChat": _OF_CONVERSATIONS,
-        "CompletionRequest": {"prompt": prompt},
+        "CompletionRequest": {"prompt": prompt}
+        | ({} if engine.takes_embeds else {"prompt_embeds": _neutral_schema(())}),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
+from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
@@ -17,6 +18,7 @@ from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
+from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.low_rank.api import LowRankOp
 from jaxllm_kernels.low_rank.native import NativeLowRank
@@ -45,7 +47,10 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
+from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import MoESpec
+from jaxllm.layers.short_conv import ShortConvSpec
 from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
@@ -53,6 +58,9 @@ from jaxllm.quantization.products import Products
 from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_sums
 
 logger = init_logger(__name__)
+
+# Mixers that begin with a short convolution.
+_WITH_CONVOLUTIONS = {GatedDeltaSpec, MambaSpec, ShortConvSpec}
 
 # Up to this many tokens, operations between products cost little.
 _FREE_PADDING = 128
@@ -210,11 +218,34 @@ def _experts_on_gpu(
     return kernels.tuned_for(chip)
 
 
-def choose_state_ops(chip: Chip, *, is_encoder: bool) -> StateOps:
+def choose_state_ops(
+    chip: Chip,
+    library: Library | NoLibrary,
+    architecture: Architecture,
+    dtype: Any,
+    *,
+    is_encoder: bool,
+) -> StateOps:
     """The implementations of the ops of mixers without pages."""
     if chip.platform != "cpu":
         layers = "self-attention" if is_encoder else "recurrent layers"
         logger.warning("%s: XLA's loops, since there is no kernel for %s", layers, chip.name)
+    ops = state_ops_by_xla(chip)
+    if is_encoder or isinstance(library, NoLibrary):  # the reason is logged already
+        return ops
+    mixers = {type(mixer) for layer in architecture.layers for mixer in layer.mixers}
+    try:
+        if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
+            ops = replace(ops, conv=NativeConv.load(library, dtype))
+        if GatedDeltaSpec in mixers:
+            ops = replace(ops, delta=NativeDelta.load(library))
+    except ValueError as error:
+        logger.warning("recurrent layers: XLA's loops, not 'native', since %s", error)
+    return ops
+
+
+def state_ops_by_xla(chip: Chip) -> StateOps:
+    """The implementations that every chip has, with their tunables for this one."""
     return StateOps(
         conv=XlaConv(),
         delta=XlaDelta().tuned_for(chip),

@@ -34,6 +34,7 @@ from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_head import DraftHeadPlan
 from jaxllm.plan.draft_model import DraftModelPlan
 from jaxllm.plan.draft_plan import DraftPlan
+from jaxllm.plan.embeds import EmbedsPlan, given_rows
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.offload import OffloadPlan
@@ -97,6 +98,7 @@ class EnginePlan:
     # Whether steps count the tokens of each expert of each layer.
     counts_experts: bool = False
     images: ImagePlan | None = None  # None: prompts are text
+    embeds: EmbedsPlan | None = None  # None: prompts have tokens
     # The directory of this plan's programs, compiled ahead.
     program_bundle: Path | None = None
 
@@ -110,6 +112,11 @@ class EnginePlan:
     def step_options(self, num_tokens: int) -> tuple[tuple[str, str], ...]:
         """The options of steps of a number of tokens."""
         return self.chip.step_options(num_tokens) + self.compiler_options
+
+    @property
+    def num_given_rows(self) -> int:
+        """The rows for embeddings that stand in place of those of tokens; 0: there are none."""
+        return given_rows(self.images, self.embeds)
 
     @property
     def step_logprobs(self) -> int:
@@ -261,4 +268,5 @@ class EnginePlan:
             counted_experts=self.architecture.num_experts if self.counts_experts else {},
             images=None if self.images is None else self.images.spec,
             num_image_rows=0 if self.images is None else self.images.num_rows,
+            embeds=None if self.embeds is None else self.embeds.spec,
         )

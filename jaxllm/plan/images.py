@@ -3,9 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax.numpy as jnp
 from jaxllm_kernels.platform import Chip
 
 from jaxllm.config import EngineConfig
@@ -16,7 +14,7 @@ from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.models.specs import Architecture
-from jaxllm.plan.choose_kernels import choose_state_ops
+from jaxllm.plan.choose_kernels import state_ops_by_xla
 
 logger = init_logger(__name__)
 
@@ -29,9 +27,6 @@ class ImagePlan:
     num_rows: int  # of the pool: how many tokens of images it holds
     sizes: tuple[int, ...]  # how many patches the programs of the tower compute
     ops: StateOps
-
-    def pool_bytes(self, width: int, dtype: Any) -> int:
-        return self.num_rows * width * jnp.dtype(dtype).itemsize
 
 
 def wants_images(config: EngineConfig) -> bool:
@@ -70,20 +65,27 @@ def with_images(
 
 
 def plan_images(
-    spec: ImageSpec, chip: Chip, max_num_batched_tokens: int, max_model_len: int
-) -> ImagePlan:
+    spec: ImageSpec | None,
+    chip: Chip,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> ImagePlan | None:
     """The pool holds what a step can see, and at least two images of the largest size, so that one
     follows the other without delay. An image with more tokens than a prompt is refused earlier."""
+    if spec is None:
+        return None
+    _check_budget(spec, max_num_batched_tokens, max_num_seqs)
     largest = min(spec.max_patches // spec.patches_per_token, max_model_len)
     return ImagePlan(
         spec=spec,
         num_rows=max(max_num_batched_tokens, 2 * largest),
         sizes=encoder_sizes(spec, largest * spec.patches_per_token),
-        ops=choose_state_ops(chip, is_encoder=True),
+        ops=state_ops_by_xla(chip),
     )
 
 
-def check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Refuse steps that could never hold an image that must not be cut, beside a decode of each
     other row."""
     least = spec.max_patches // spec.patches_per_token + max_num_seqs

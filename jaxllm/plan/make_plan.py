@@ -52,6 +52,7 @@ from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.draft_head import DraftHeadPlan, plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
+from jaxllm.plan.embeds import given_rows, plan_embeds
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.generation_config import (
     read_default_sampling_params,
@@ -59,7 +60,7 @@ from jaxllm.plan.generation_config import (
     read_max_new_tokens,
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
-from jaxllm.plan.images import check_budget, plan_images, with_images
+from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import size_kv_cache
 from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
@@ -294,11 +295,10 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         num_devices=num_devices,
     )
-    images = None
-    if image_spec is not None:
-        check_budget(image_spec, max_num_batched_tokens, max_num_seqs)
-        images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
-        tail_bytes += images.pool_bytes(architecture.image_width, dtype)
+    images = plan_images(image_spec, chip, max_num_batched_tokens, max_num_seqs, max_model_len)
+    embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
+    row_bytes = architecture.image_width * jnp.dtype(dtype).itemsize
+    tail_bytes += given_rows(images, embeds) * row_bytes
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -363,7 +363,9 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(chip, is_encoder=is_encoder) if keeps_states else None,
+        state_ops=choose_state_ops(chip, library, architecture, dtype, is_encoder=is_encoder)
+        if keeps_states
+        else None,
         snapshots=snapshots,
         sampling=choose_sampling(
             config, chip, library, num_shards, row_sums, samples=pooling is None
@@ -376,6 +378,7 @@ def make_plan(
         adapters=adapters,
         pooling=pooling,
         images=images,
+        embeds=embeds,
         max_logprobs=max_logprobs,
         samples_late=samples_late,
         logits_processors=load_logits_processors(model.logits_processors, config),

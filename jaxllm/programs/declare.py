@@ -4,7 +4,6 @@ The runner compiles and runs them. A planner without weights or device compiles 
 for a device that exists only as a description.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -26,6 +25,7 @@ from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
+from jaxllm.programs import writes
 from jaxllm.programs.compile import Program
 from jaxllm.runner.draft_model import make_read
 from jaxllm.runner.encode import make_encode
@@ -35,10 +35,9 @@ from jaxllm.runner.late import LateKey, Left, Tables, late_keys, make_sample_lat
 from jaxllm.runner.outputs import DraftedOutputs, StageOutputs, StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
-from jaxllm.runner.step import ModelSpec, make_step, update_block_tables
+from jaxllm.runner.step import ModelSpec, make_step
 from jaxllm.sampling.logprobs import no_logprobs
-from jaxllm.sampling.slot_state import WORD_BITS, SlotRow, write_slot
-from jaxllm.speculation.drafter import Drafter
+from jaxllm.sampling.slot_state import WORD_BITS, SlotRow
 from jaxllm.speculation.drafters import make_drafter
 from jaxllm.weights.loader import abstract_weights
 
@@ -49,6 +48,7 @@ WRITE_SLOT = "write_slot"
 ADMIT_DRAFTS = "admit_drafts"
 MAKE_ADAPTERS = "make_adapters"
 WRITE_ADAPTER = "write_adapter"
+WRITE_EMBEDS = "write_embeds"
 
 
 class BlocksKey(NamedTuple):
@@ -106,7 +106,7 @@ def encoder_layouts(plan: EnginePlan) -> list[EncoderLayout]:
     images = plan.images
     if images is None:
         return []
-    return [EncoderLayout(size, images.spec, images.num_rows) for size in images.sizes]
+    return [EncoderLayout(size, images.spec, plan.num_given_rows) for size in images.sizes]
 
 
 class StageKey(NamedTuple):
@@ -136,6 +136,7 @@ def num_programs(plan: EnginePlan) -> int:
     if plan.draft_model is not None:
         drafts = len(plan.draft_model.read_sizes)
     small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
+    small += plan.embeds is not None
     moving = 2 * sum(
         bool(group_buffers(plan, stage, group))
         for stage in plan.stages
@@ -250,7 +251,7 @@ def declare_stage_programs(
     updates = jax.ShapeDtypeStruct((TABLE_WRITES, 3), np.int32)
     programs[WRITE_TABLES] = program(
         WRITE_TABLES,
-        _write_tables,
+        writes.write_tables,
         state,
         place(updates, everywhere),
         donate=(0,),
@@ -259,7 +260,7 @@ def declare_stage_programs(
     if stage.part.has_head and plan.pooling is None:
         programs[WRITE_SLOT] = program(
             WRITE_SLOT,
-            _write_slot,
+            writes.write_slot,
             state,
             place(jax.ShapeDtypeStruct((), np.int32), everywhere),
             place(SlotRow.abstract(plan.num_logits, plan.max_model_len), everywhere),
@@ -289,6 +290,17 @@ def declare_stage_programs(
                 donate=(1,),
                 out_shardings=kept,
             )
+    if plan.embeds is not None:
+        size = (plan.embeds.rows_per_write, plan.architecture.hidden_size)
+        programs[WRITE_EMBEDS] = program(
+            WRITE_EMBEDS,
+            writes.write_embeds,
+            state,
+            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
+            place(jax.ShapeDtypeStruct(size, plan.dtype), everywhere),
+            donate=(0,),
+            out_shardings=kept,
+        )
     if plan.draft_model is not None:
         assert draft is not None
         for layout in reversed(make_packer(plan).read_layouts.values()):
@@ -304,7 +316,7 @@ def declare_stage_programs(
     if plan.speculation is not None and plan.speculation.proposes:
         programs[ADMIT_DRAFTS] = program(
             ADMIT_DRAFTS,
-            functools.partial(_admit_drafts, make_drafter(plan.speculation)),
+            functools.partial(writes.admit_drafts, make_drafter(plan.speculation)),
             state,
             place(jax.ShapeDtypeStruct((), np.int32), everywhere),
             place(jax.ShapeDtypeStruct((plan.max_model_len,), np.int32), everywhere),
@@ -377,19 +389,3 @@ def _arguments(
 
 def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _write_tables(state: DeviceState, updates: jax.Array) -> DeviceState:
-    tables = update_block_tables(state.block_tables, updates)
-    return dataclasses.replace(state, block_tables=tables)
-
-
-def _write_slot(state: DeviceState, slot: jax.Array, row: SlotRow) -> DeviceState:
-    assert state.slots is not None
-    return dataclasses.replace(state, slots=write_slot(state.slots, slot, row))
-
-
-def _admit_drafts(
-    drafter: Drafter, state: DeviceState, slot: jax.Array, tokens: jax.Array
-) -> DeviceState:
-    return dataclasses.replace(state, drafter=drafter.admit(state.drafter, slot, tokens))

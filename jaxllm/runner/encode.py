@@ -36,8 +36,8 @@ def make_encode(
             its = layout.unpack(numbers, pixels)
             made = Images(its.pixels, its.places, its.starts)
             embedded = merge(weights).tower(made, images.ops, stage.mesh)
-            assert state.images is not None
-            pool = state.images.at[its.rows].set(embedded.astype(plan.dtype), mode="drop")
-        return dataclasses.replace(state, images=pool)
+            assert state.given is not None
+            pool = state.given.at[its.rows].set(embedded.astype(plan.dtype), mode="drop")
+        return dataclasses.replace(state, given=pool)
 
     return encode

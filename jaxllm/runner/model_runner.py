@@ -31,6 +31,8 @@ from jaxllm.programs.bundle import load_programs
 from jaxllm.programs.compile import Programs, compilation_counter
 from jaxllm.programs.declare import declare_programs, encoder_layouts, make_packer
 from jaxllm.programs.store import ProgramStore
+from jaxllm.prompt_embeds.device import in_writes
+from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.kv_scales import with_calculated_scales
@@ -186,6 +188,13 @@ class ModelRunner:
             num_patches = sum(one.rows * one.columns for one in run)
             size = next(size for size in self._encoders if size >= num_patches)
             self._stages[0].encode(size, *self._encoders[size].pack(run))
+        if (embeds := schedule.slices.get(EMBEDS)) is not None:
+            assert (its := self._plan.embeds) is not None
+            writes = in_writes(
+                embeds["data"], self._plan.dtype, its.spec.first_row, its.rows_per_write
+            )
+            for row, embeddings in writes:
+                self._stages[0].write_embeds(row, embeddings)
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
         self.pack_s += time.perf_counter() - start

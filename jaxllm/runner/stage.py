@@ -22,6 +22,7 @@ from jaxllm.programs.declare import (
     MAKE_STATE,
     TABLE_WRITES,
     WRITE_ADAPTER,
+    WRITE_EMBEDS,
     WRITE_SLOT,
     WRITE_TABLES,
     BlocksKey,
@@ -106,6 +107,11 @@ class Stage:
         """Put images into the pool, by the program of so many patches."""
         program = self._programs[program_key(self._stage, EncodeKey(num_patches))]
         self._state = program(self.weights, self._take_state(), numbers, pixels)
+
+    def write_embeds(self, row: int, embeddings: np.ndarray) -> None:
+        """Put embeddings of prompts into the pool, from a row on."""
+        program = self._programs[program_key(self._stage, WRITE_EMBEDS)]
+        self._state = program(self._take_state(), np.int32(row), embeddings)
 
     def read_draft(self, num_tokens: int, packed: np.ndarray) -> None:
         """Let the draft model read, in the program of so many tokens."""

@@ -96,9 +96,9 @@ class DeviceState:
     snapshots: tuple[States, ...] | None = None
     # Only in an engine that pools: what it keeps of each slot's prompt so far, f32 [S, D].
     sums: jax.Array | None = None
-    # Only in an engine that sees images: a row for each token of those that are encoded,
-    # [rows, outputs * D].
-    images: jax.Array | None = None
+    # Only in an engine that sees images or takes embeddings: a row for each token of those that are
+    # encoded or given, [rows, outputs * D].
+    given: jax.Array | None = None
 
     @classmethod
     def abstract(cls, plan: EnginePlan, stage: StagePlan) -> "DeviceState":
@@ -119,9 +119,9 @@ class DeviceState:
         if plan.pooling is not None and plan.pooling.needs_whole_prompts and samples:
             sums = jax.ShapeDtypeStruct((slots, plan.architecture.hidden_size), jnp.float32)
             shapes["sums"] = place(sums, sharding(stage.mesh))
-        if plan.images is not None:
-            size = (plan.images.num_rows, plan.architecture.image_width)
-            shapes["images"] = place(jax.ShapeDtypeStruct(size, plan.dtype), sharding(stage.mesh))
+        if plan.num_given_rows:
+            size = (plan.num_given_rows, plan.architecture.image_width)
+            shapes["given"] = place(jax.ShapeDtypeStruct(size, plan.dtype), sharding(stage.mesh))
         if plan.speculation is not None:
             shapes["drafts"], shapes["drafter"] = abstract_drafts(plan, stage.mesh)
         return cls(**shapes)

@@ -35,6 +35,7 @@ from jaxllm.plan.stages import StagePlan
 from jaxllm.pooler_config import Pooling
 from jaxllm.pooling.device import pool_rows
 from jaxllm.pooling.slice import ROWS
+from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.draft_head import HeadDrafting
 from jaxllm.runner.draft_model import ModelDrafting
 from jaxllm.runner.drafting import Drafting, Forward, Proposing
@@ -160,8 +161,8 @@ def make_step(
                 state = drafting.ahead(inputs, context_lens, state, newest)
                 entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
-        if (its := inputs.slices.get(IMAGES)) is not None:
-            context = _with_images(context, its, state, positions)
+        if plan.num_given_rows:
+            context = _with_given(context, inputs, state, positions)
         tapped = ()
         if drafting is None or not drafting.taps:
             hidden, caches = model(entering, positions, state.caches, context)
@@ -194,16 +195,22 @@ def make_step(
     return step
 
 
-def _with_images(
-    context: StepContext, its: dict[str, jax.Array], state: DeviceState, positions: jax.Array
+def _with_given(
+    context: StepContext, inputs: StepInputs, state: DeviceState, positions: jax.Array
 ) -> StepContext:
-    """Give layers the embeddings of images, and the positions of tokens in and behind them."""
-    if "offsets" in its:
-        context = dataclasses.replace(context, rope_positions=positions + its["offsets"])
-    if "rows" not in its:
+    """Give layers the embeddings of images and of prompts, and the positions of tokens in and
+    behind images."""
+    slices = [its for name in (IMAGES, EMBEDS) if (its := inputs.slices.get(name)) is not None]
+    for its in slices:
+        if "offsets" in its:
+            context = dataclasses.replace(context, rope_positions=positions + its["offsets"])
+    rows = [its["rows"] for its in slices if "rows" in its]
+    if not rows:
         return context
-    assert state.images is not None
-    return dataclasses.replace(context, given=GivenEmbeddings(its["rows"], state.images))
+    assert state.given is not None
+    # A token has one row at most, and no row is below all others.
+    given = GivenEmbeddings(functools.reduce(jnp.maximum, rows), state.given)
+    return dataclasses.replace(context, given=given)
 
 
 def _drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:

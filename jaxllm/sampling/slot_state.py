@@ -137,7 +137,8 @@ def slot_row(request: AdmittedRequest, vocab_size: int, max_model_len: int) -> S
     if flags & row_params.PENALTIES:
         counts = np.bincount(_ids(request.output_token_ids), minlength=vocab_size)
         row.token_counts[:] = counts & MAX_COUNT
-        row.token_counts[_ids(request.prompt_token_ids)] |= PROMPT_BIT
+        prompt = _ids(request.prompt_token_ids)
+        row.token_counts[prompt[prompt != NO_TOKEN]] |= PROMPT_BIT
         if row.full_rounds is not None:
             rounds = np.repeat(np.arange(vocab_size), counts // (MAX_COUNT + 1))
             row.full_rounds[: len(rounds)] = rounds

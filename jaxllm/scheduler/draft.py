@@ -82,7 +82,9 @@ class StepDraft:
                 seed=request.seed,
                 stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
                 bad_word_ids=request.bad_word_ids,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=request.prompt_token_ids
+                if request.embeds is None
+                else [NO_TOKEN] * request.num_prompt_tokens,
                 output_token_ids=request.output_token_ids.copy(),
                 adapter=adapter,
             )

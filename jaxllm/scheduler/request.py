@@ -45,6 +45,7 @@ class Request:
         "block_hashes",
         "draft_gain",
         "draft_pause",
+        "embeds",
         "eos_token_ids",
         "error",
         "followers",
@@ -102,6 +103,7 @@ class Request:
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.images = message.images  # their pixels are kept for a request that computes them again
+        self.embeds = message.embeds  # likewise
         self.output_token_ids: list[int] = []
         self.sampling_params = params
         self.seed = message.seed

@@ -41,7 +41,7 @@ class Admission:
     # The tokens that may not be sampled before min_tokens.
     stop_token_ids: list[int]
     bad_word_ids: list[list[int]]
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # NO_TOKEN where an embedding stands in place of a token
     # Not empty when a preempted request comes back.
     output_token_ids: list[int]
     adapter: int = NO_ADAPTER  # the slot of its adapter, while it runs

@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
-from jaxllm.frontend.beam_search import Search, check_beams, refuse_images, step_params_of
+from jaxllm.frontend.beam_search import Search, check_beams, refuse_media, step_params_of
 from jaxllm.frontend.input_processor import ProcessedInput
 from jaxllm.messages import EngineInfo
 from jaxllm.openai.errors import AnswerError
@@ -28,7 +28,7 @@ def fitting(params: BeamSearchParams, prompt: ProcessedInput, info: EngineInfo) 
     room = info.max_model_len - len(prompt.prompt_token_ids)
     fits = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
     check_beams(fits, info, len(prompt.prompt_token_ids))
-    refuse_images([prompt.requests[0]])
+    refuse_media([prompt.requests[0]])
     return fits
 
 

@@ -17,7 +17,7 @@ from jaxllm.server.options import ServerOptions
 # Close the connection, so that the unread rest of a body is not parsed as the next request.
 _CLOSE = {"Connection": "close"}
 
-_IMAGES_BYTES = 64 << 20
+_MEDIA_BYTES = 64 << 20
 
 
 class BodyLimits(NamedTuple):
@@ -28,12 +28,12 @@ class BodyLimits(NamedTuple):
 
     @classmethod
     def of(
-        cls, options: ServerOptions, max_model_len: int, *, has_images: bool = False
+        cls, options: ServerOptions, max_model_len: int, *, has_media: bool = False
     ) -> "BodyLimits":
         """The limits of the options. The default fits the longest prompt in any encoding: a token
         is a few bytes of text, and JSON may escape each as six bytes. The constant is for other
-        fields and for several prompts. Images in it are some megabytes each."""
-        default = (4 << 20) + 64 * max_model_len + (has_images and _IMAGES_BYTES)
+        fields and for several prompts. Images and embeddings in it are some megabytes each."""
+        default = (4 << 20) + 64 * max_model_len + (has_media and _MEDIA_BYTES)
         return cls(options.max_body_bytes or default, options.client_timeout)
 
 

@@ -41,6 +41,7 @@ def _bounds(service: Service) -> EngineBounds:
         **({} if most is None else {"max_n": most}),
         takes_empty_text=served.tokenizer is not None and bool(served.tokenizer.start_of_document),
         has_priorities=service.engine.config.scheduler.scheduling_policy != "fcfs",
+        takes_embeds=info.embeds is not None,
     )
 
 

@@ -40,7 +40,9 @@ class Service:
         self.served = dataclasses.replace(served, renderer=self.templates)
         self.options = options
         self.body_limits = BodyLimits.of(
-            options, engine.info.max_model_len, has_images=engine.info.images is not None
+            options,
+            engine.info.max_model_len,
+            has_media=engine.info.images is not None or engine.info.embeds is not None,
         )
         self.peers = peers or Peers.none()
         store = options.response_store

@@ -75,7 +75,7 @@ def load_parts(
     else:
         names = parts[0][0].checkpoint_map
         with open_checkpoint(model_dir, names.folders) as checkpoint:
-            names = names.for_tensors(checkpoint.tensors.keys())
+            names = names.for_tensors({name: its.shape for name, its in checkpoint.tensors.items()})
             sources = [sources_of(of_part, names) for of_part in parameters]
             _check_names(checkpoint, sources, names)
             _check_shapes(checkpoint, sources)

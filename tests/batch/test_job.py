@@ -24,6 +24,11 @@ def openai(custom_id, url="/v1/completions", **body):
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {**GREEDY, **body}}
 
 
+def respond(custom_id, **body):
+    asked = {"input": "Hi", "max_output_tokens": 3, "temperature": 0, "ignore_eos": True}
+    return openai(custom_id, "/v1/responses") | {"body": {**asked, **body}}
+
+
 def plain(prompt="One", **fields):
     return {"prompt": prompt, **GREEDY, **fields}
 
@@ -35,6 +40,7 @@ def test_each_line_has_one_result_in_its_own_form(bench, engine_options):
         plain("Hello", custom_id="c", n=1),
         b"",
         {"prompt_token_ids": [70, 71], **GREEDY},
+        respond("d"),
     )
     assert bench.run() == 0
     assert bench.errors() == []
@@ -48,6 +54,9 @@ def test_each_line_has_one_result_in_its_own_form(bench, engine_options):
     assert response["status_code"] == 200
     (output,) = llm.chat([{"role": "user", "content": "Hi"}], params, use_tqdm=False)
     assert response["body"]["choices"][0]["message"]["content"] == output.outputs[0].text
+    body = by_id["d"]["response"]["body"]
+    assert (body["object"], body["store"], body["usage"]["output_tokens"]) == ("response", False, 3)
+    assert body["output"][0]["content"][0]["text"] == output.outputs[0].text
     assert by_id["b"]["response"]["body"]["choices"][0]["text"] == expected[0].outputs[0].text
     assert len({by_id[one]["response"]["request_id"] for one in "ab"}) == 2
     assert by_id["c"]["line"] == 3
@@ -77,6 +86,10 @@ BAD_REQUESTS = [
     (openai("x", prompt="x " * 100), 400, "the prompt has"),
     (openai("x", prompt=[[5], [10**9]]), 400, "prompt[1]=1000000000: no such token"),
     (chat("x", content=3), 400, "messages[0].content=3: it must be text"),
+    (respond("x", store=True), 400, "store=True: nothing is stored here; the responses of a"),
+    (respond("x", background=True), 400, "background=True: it is read where it is stored"),
+    (respond("x", stream=True), 400, "stream=True: not supported"),
+    (respond("x", tools=[{"type": "web_search"}]), 400, "tools[0].type='web_search': only"),
     (chat("x", temperature=1001), 400, "temperature=1001.0: it must be"),
 ]
 BAD_PLAIN = [

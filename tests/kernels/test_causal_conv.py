@@ -1,10 +1,31 @@
 """Short causal convolutions: every implementation computes every batch of every kind of filter."""
 
+import dataclasses
+
 import pytest
 from jaxllm_kernels.causal_conv.cases import FILTERS, TOLERANCES, error
+from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.causal_conv.reference import ReferenceConv
 from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.recurrent.cases import CASES
+
+# What the kernel in C++ computes always: each kind of row, and more channels than a unit of work.
+ALWAYS = [("drafts", "float32", "with a bias", 10), ("mixed", "bfloat16", "usual", 530)]
+NATIVE = [
+    *ALWAYS,
+    *((name, dtype, "usual", 10) for name in CASES for dtype in TOLERANCES),
+    *(("borders of tiles", "float32", filters, 270) for filters in FILTERS),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "filters", "channels"),
+    [pytest.param(*it, marks=[] if it in ALWAYS else pytest.mark.sweep) for it in NATIVE],
+)
+def test_native_is_right(library, name, dtype, filters, channels):
+    op = NativeConv.load(library, dtype)
+    layer = dataclasses.replace(FILTERS[filters], num_channels=channels)
+    assert error(op, name, layer, dtype) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,14 +5,33 @@ import dataclasses
 import numpy as np
 import pytest
 from jaxllm_kernels.gated_delta.cases import LAYERS, TOLERANCE, error, outputs
+from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.gated_delta.reference import ReferenceDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.recurrent.cases import CASES
 
 XLA = XlaDelta()
+# Of the kernel in C++: what runs always, and layers that are like others.
+ALWAYS = ("drafts", "decodes")
+OTHERS = [name for name in LAYERS if name not in ("usual", "by channel")]
+
+
+@pytest.fixture
+def native(any_library):
+    return NativeDelta.load(any_library)
+
+
 # As on accelerators, but with fewer decodes at once than a step has.
 BATCHED = XlaDelta(name="batched", at_once=2)
+
+
+# Each kind of row is in one of these.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.sweep) for n in CASES]
+)
+def test_native_is_right(native, name):
+    assert error(native, name, LAYERS["usual"]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -32,6 +51,14 @@ def test_xla_is_right_for_other_layers(layer):
     assert error(XLA, "mixed", LAYERS[layer]) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "layer",
+    ["by channel", *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHERS)],
+)
+def test_native_is_right_for_other_layers(native, layer):
+    assert error(native, "drafts", dataclasses.replace(LAYERS[layer], value_size=200)) < TOLERANCE
+
+
 @pytest.mark.parametrize("layer", ["usual", "by channel"])
 def test_reference_is_right(layer):
     assert error(ReferenceDelta(), "mixed", LAYERS[layer]) < TOLERANCE
@@ -41,13 +68,15 @@ def test_operands_of_16_bits_are_computed_in_float32():
     assert error(XLA, "mixed", LAYERS["usual"], "bfloat16") < TOLERANCE
 
 
-def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd():
+@pytest.mark.parametrize("kind", ["xla", "native"])
+def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd(kind, native):
+    op = XLA if kind == "xla" else native
     crowd = CASES["mixed"]
     alone = dataclasses.replace(
         crowd, steps=tuple(tuple(row for row in step if row[0] == 1) for step in crowd.steps)
     )
     # Its row of one token is a decode in both.
-    own, among_others = (outputs(XLA, case, LAYERS["usual"])[1] for case in (alone, crowd))
+    own, among_others = (outputs(op, case, LAYERS["usual"])[1] for case in (alone, crowd))
     np.testing.assert_array_equal(own, among_others)
 
 

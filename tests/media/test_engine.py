@@ -13,6 +13,7 @@ from jaxllm.files import read_json
 from tests.media.models import OPTIONS, encoded, make_pixtral, picture
 
 IMAGE_TOKEN = 3
+ENDS = {"length", "stop"}  # not that a step has failed
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 # A picture that steps of 32 tokens cut, one of a single token, one that is made smaller.
 LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(30, 200, 2)
@@ -32,6 +33,7 @@ PROMPTS = [
 
 def answers(llm, prompts, params=PARAMS):
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert {one.finish_reason for output in outputs for one in output.outputs} <= ENDS
     return [(one.token_ids, one.logprobs) for output in outputs for one in output.outputs]
 
 
@@ -89,6 +91,7 @@ def compare(path, engine, prompts, side):
         made = processor(images, return_tensors="np")
         (output,) = engine.generate(one, PARAMS, use_tqdm=False)
         ((tokens, logprobs),) = [(its.token_ids, its.logprobs) for its in output.outputs]
+        assert output.outputs[0].finish_reason in ENDS
         if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
             tokens = tokens[: tokens.index(IMAGE_TOKEN)]
         ids = torch.tensor([output.prompt_token_ids + tokens])

@@ -23,7 +23,7 @@ from tests.media.models import (
     make_qwen3_moe,
     picture,
 )
-from tests.media.test_engine import answers, assert_equal
+from tests.media.test_engine import ENDS, answers, assert_equal
 
 IMAGE_TOKEN = 3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
@@ -94,6 +94,8 @@ def test_answers_are_those_of_transformers(model, llm):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="pt")
         tokens = output.outputs[0].token_ids
+        assert output.outputs[0].finish_reason in ENDS
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
         if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
             tokens = tokens[: tokens.index(IMAGE_TOKEN)]
         ids = torch.tensor([output.prompt_token_ids + tokens])
@@ -125,14 +127,19 @@ def test_cached_is_as_cold(llm, alone):
     assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:3])
 
 
-def test_images_of_equal_sizes_are_told_apart(llm, alone):
-    """And so are images of equal numbers of tokens: 2 x 16 and 16 x 2."""
-    turned = prompt(LONG.swapaxes(0, 1), text=MARK)
-    assert_equal(answers(llm, [PROMPTS[3]]), alone[3:4])
-    other = answers(llm, [turned])
-    assert other[0] != alone[3]
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [(3, prompt(LONG.swapaxes(0, 1), text=MARK)), (0, prompt(picture(64, 64, 9)))],
+    ids=["2 x 16 and 16 x 2", "64 x 64"],
+)
+def test_images_of_equal_numbers_of_tokens_are_told_apart(place, other, llm, alone):
     assert llm.reset_prefix_cache()
-    assert_equal(answers(llm, [turned]), other)
+    cold = answers(llm, [other])
+    assert cold[0] != alone[place]
+    assert llm.reset_prefix_cache()
+    for _ in range(2):  # states are found from the second time on
+        assert_equal(answers(llm, [PROMPTS[place]]), [alone[place]])
+    assert_equal(answers(llm, [other]), cold)
 
 
 @pytest.mark.sweep

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.testing import make_tiny_checkpoint
+from jaxllm.testing import make_tiny_checkpoint, tiny_config
 
 PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
 # Before and inside the names of the decoder's tensors.
@@ -121,6 +121,40 @@ def test_mistral_inside_is_as_in_transformers(kind, is_tied, tmp_path, single_ro
         expected = model(torch.tensor([PROMPT])).logits[0].numpy()
     model.save_pretrained(tmp_path)
     np.testing.assert_allclose(single_row(tmp_path).logits(PROMPT), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.sweep)]
+)
+def test_experts_of_qwen_inside_are_as_in_transformers(kind, tmp_path, single_row):
+    """With tensors as it writes them: the order of their axes is that of releases."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    family, name, num_layers = {
+        "qwen3_vl_moe": ("qwen3_moe", "qwen3-moe", 2),
+        "qwen3_5_moe": ("qwen3_5", "qwen3.5-moe", 4),
+    }[kind]
+    text = tiny_config(family) | GOLDEN[name]["config"] | {"mlp_only_layers": []}
+    text |= {"moe_intermediate_size": 48, "num_hidden_layers": num_layers} | MORE.get(family, {})
+    text = {field: value for field, value in text.items() if value is not None}
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+        "num_position_embeddings": 16, "out_hidden_size": 64,
+    }  # fmt: skip
+    vision |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl_moe" else {}
+    for field in ("architectures", "model_type", "rope_theta"):
+        text.pop(field, None)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        expected = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
+    model.save_pretrained(tmp_path)
+    np.testing.assert_allclose(single_row(tmp_path).logits(PROMPT), expected, atol=5e-4, rtol=0)
 
 
 @pytest.mark.oracle

@@ -4,6 +4,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import load_family
 from jaxllm.testing import tiny_config
 
 LAYERS = ["full_attention", "sliding_attention"]
@@ -159,6 +160,10 @@ def test_a_cap_of_logits_that_transformers_ignores():
             "mrope_interleaved='no' must be true or false",
         ),
         (
+            {"mrope_section": [6, 5, 5], "mrope_interleaved": False},
+            "mrope_interleaved=False is not supported in this family",
+        ),
+        (
             {"mrope_section": [6, 5, 5], "rope_type": "dynamic", "factor": 2.0},
             "'dynamic' is not supported with mrope_section",
         ),
@@ -169,3 +174,31 @@ def test_positions_on_three_axes(parameters, message):
     fields = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read_architecture(fields)
+
+
+def test_pairs_of_qwen3_vl_take_turns_also_if_the_config_does_not_say_so():
+    """As in transformers, whose classes do not ask for it."""
+    for family, name in (("qwen3", "Qwen3VL"), ("qwen3_moe", "Qwen3VLMoe"), ("qwen3_5", "Qwen3_5")):
+        rope = {"rope_type": "default", "partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]}
+        text = tiny_config(family) | {"head_dim": 32, "rope_parameters": rope}
+        fields = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": text}
+        (rope,) = {its.rope for its in read_architecture(fields).layers if its.rope is not None}
+        assert rope.axes == (0, 1, 2) * 5 + (0,)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "message"),
+    [
+        ("vision_config", {"deepstack_visual_indexes": [1]}, "deepstack_visual_indexes=.* is not"),
+        ("vision_config", {"model_type": "qwen3_vl"}, "model_type='qwen3_vl' is not supported"),
+        (None, {"language_model_only": True}, "language_model_only=True is not supported"),
+        ("text_config", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not"),
+    ],
+)
+def test_towers_of_qwen3_5(where, field, message):
+    family = load_family("qwen3_5")
+    fields = {**family.tiny_config_around, "text_config": tiny_config("qwen3_5")}
+    assert read_architecture(fields, sees_images=True).tower is not None
+    fields |= field if where is None else {where: {**fields[where], **field}}
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_architecture(fields, sees_images=True)

@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
-from jaxllm.weights.loader import parameters_of
+from jaxllm.weights.loader import parameters_of, sources_of
 
 CONFIGS = json.loads(Path(__file__).with_name("released_configs.json").read_text())
 # In thousand millions, without towers.
@@ -150,3 +150,19 @@ def test_what_sets_the_layers_of_the_releases_apart():
     hunyuan = read_architecture(CONFIGS["Hunyuan 7B"]).layers[0].rope
     assert hunyuan is not None
     assert hunyuan.theta == pytest.approx(11_158_840, abs=1) and hunyuan.scaling is None
+
+
+def test_experts_of_a_released_qwen_that_sees_images_lie_in_two_tensors():
+    architecture = read_architecture(CONFIGS["Qwen3-VL 30B-A3B"])
+    model = DecoderForCausalLM.abstract(architecture, jnp.bfloat16)
+    sources = sources_of(parameters_of(model), model.checkpoint_map)
+    tensors = [
+        (rows.tensor.name, rows.tensor.shape)
+        for leaf in ("w13_weight", "w2_weight")
+        for rows in sources[f"model.layers.0.mlp.experts.{leaf}"].rows()
+    ]
+    its = "model.language_model.layers.0.mlp.experts"
+    assert tensors == [
+        (f"{its}.gate_up_proj", (128, 2048, 1536)),
+        (f"{its}.down_proj", (128, 768, 2048)),
+    ]

@@ -191,7 +191,7 @@ def test_an_error_of_the_engine_names_the_prompt_that_was_sent():
         (CHAT, {"suffix": "b"}, "suffix='b': not supported"),
         (COMPLETIONS, {"documents": [{}]}, "documents=[{}]: not supported; leave it out"),
         (CHAT, {"prompt_embeds": "x"}, "prompt_embeds='x': not supported; leave it out"),
-        (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds='x': not supported; leave it out"),
+        (COMPLETIONS, {"prompt_embeds": {}}, "prompt_embeds={}: Expected"),
         (CHAT, {"logprobs": 2}, "logprobs=2: Expected bool"),
         (CHAT, {"messages": "Hi"}, "messages='Hi': Expected array"),
         (CHAT, {"prompt": "Hi"}, "unknown field 'prompt'"),

@@ -36,7 +36,7 @@ def test_a_request_has_a_state_in_every_recurrent_layer(model):
     # One layer of four has attention.
     assert len(stage.cache_shapes) == len(plan.attention_configs) == 1
     text = summary(plan)
-    assert "recurrent layers 'xla'" in text
+    assert "recurrent layers 'native' and 'xla'" in text
     assert f"{memory.format_bytes(3 * (INPUTS + MATRICES))} for each of max_num_seqs=4" in text
     assert plan.info().keeps_states
 

@@ -126,14 +126,30 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     if architecture.name != _VL:
         return names
     if architecture.num_experts:
-        # As in releases, or in tensors of their own, as in those of codes.
-        first = f"model.layers.{min(architecture.num_experts)}.mlp.experts.w2_weight"
-        each = dataclasses.replace(names, told_by=(*names.told_by, first))
-        stacked = each.with_rules(
-            experts=stacked_experts("experts.gate_up_proj", "experts.down_proj", is_transposed=True)
-        )
-        names = dataclasses.replace(stacked, others=(each,))
+        names = _in_two_tensors(names, architecture)
     return beside_visual(names, architecture.tower, is_inside=True)
+
+
+def _in_two_tensors(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:
+    """The map for checkpoints that have all experts of a layer in two tensors, with axes in the
+    order of releases or in that in which transformers 5 writes them, or each expert in its own."""
+    layer = min(architecture.num_experts)
+    (moe,) = architecture.layers[layer].ffns
+    assert isinstance(moe, MoESpec), moe
+    told = f"model.layers.{layer}.mlp.experts.w2_weight"
+    names = dataclasses.replace(names, told_by=(*names.told_by, told))
+
+    def stacked(size: int, other: int, *, is_transposed: bool) -> CheckpointMap:
+        rule = stacked_experts(
+            "experts.gate_up_proj", "experts.down_proj", is_transposed=is_transposed
+        )
+        shapes = {told: (moe.num_experts, size, other)}
+        return dataclasses.replace(names.with_rules(experts=rule), told_shapes=shapes)
+
+    size, other = moe.intermediate_size, architecture.hidden_size
+    written = stacked(other, size, is_transposed=False)
+    released = stacked(size, other, is_transposed=True)
+    return dataclasses.replace(released, others=(written, names))
 
 
 FAMILY = Family(

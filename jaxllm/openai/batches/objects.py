@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from jaxllm.errors import refused
-from jaxllm.openai.endpoints import ENDPOINTS
+from jaxllm.openai.batch_endpoints import BATCH_ENDPOINTS
 from jaxllm.openai.fields import read_fields
 from jaxllm.openai.pooling.endpoints import POOLING_PATHS
 
@@ -108,7 +108,7 @@ class BatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def read(cls, body: object) -> "BatchBody":
         fields = read_fields(body, cls)
-        known = (*ENDPOINTS, *POOLING_PATHS)
+        known = (*BATCH_ENDPOINTS, *POOLING_PATHS)
         if fields.endpoint not in known:
             raise refused("endpoint", fields.endpoint, f"use {' or '.join(known)}")
         if len(fields.metadata or ()) > _MAX_METADATA:

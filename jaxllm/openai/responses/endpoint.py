@@ -19,9 +19,9 @@ WIRE = OPENAI._replace(names_events=True, last=b"")
 _OPTION = "start the server with --response-store"
 
 
-def responses_endpoint(store: ResponseStore | None) -> Endpoint:
-    """The endpoint of a server with this store."""
-    stored = _Stored(store)
+def responses_endpoint(store: ResponseStore | None, *, why: str = _OPTION) -> Endpoint:
+    """The endpoint of a server with this store. `why` says what to do, or why there is none."""
+    stored = _Stored(store, why)
     return Endpoint(
         stored,
         partial(answer_response, keep=stored.keep),
@@ -36,21 +36,22 @@ class _Stored:
     """Reads requests, and keeps their responses."""
 
     store: ResponseStore | None
+    why: str
 
     def read(self, body: object, *, live: bool = False) -> ResponsesRequest:
         fields = read_fields(body, ResponsesBody)
         if fields.background:
             if self.store is None or fields.store is False:
-                remedy = _OPTION if self.store is None else "leave out store"
+                remedy = self.why if self.store is None else "leave out store"
                 raise refused("background", True, f"it is read where it is stored; {remedy}")
             if fields.stream:
                 raise refused("stream", True, "a background response is read by its id")
         if self.store is None:
             if fields.store:
-                raise refused("store", True, f"nothing is stored here; {_OPTION}")
+                raise refused("store", True, f"nothing is stored here; {self.why}")
             if fields.previous_response_id is not None:
                 given = fields.previous_response_id
-                raise refused("previous_response_id", given, f"nothing is stored here; {_OPTION}")
+                raise refused("previous_response_id", given, f"nothing is stored here; {self.why}")
             fields.store = False
             return ResponsesRequest.after([], fields, live=live)
         fields.store = fields.store is not False

@@ -13,6 +13,7 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.openai.chat import ChatRequest, ReasoningEffort
 from jaxllm.openai.fields import read_fields
 from jaxllm.openai.responses.history import read_items, with_instructions
+from jaxllm.openai.responses.text_logprobs import TextLogprobs
 from jaxllm.openai.responses.truncation import prompts_that_fit
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import renamed
@@ -188,14 +189,27 @@ class ResponsesRequest:
         return prompts_that_fit(self.chat, served, self.body.max_output_tokens)
 
     def sampling_params(self, served: ServedModel) -> SamplingParams:
-        form = served.answer_format
-        if self.chat.logprobs and (form.reasoning or (form.tools and self.chat.tools)):
-            why = "logprobs are of all that a model writes, and this answer's text is a part of it"
-            raise refused("include", self.body.include, why)
         try:
             return self.chat.sampling_params(served)
         except ValidationError as error:
             raise _in_its_words(error) from error
+
+    def text_logprobs(
+        self, served: ServedModel, prompt_token_ids: list[int]
+    ) -> TextLogprobs | None:
+        """What finds the tokens of the answer's text; None: all are, or nobody asks for them."""
+        form = served.answer_format
+        is_parsed = form.reasoning or self.chat.tools
+        if not self.chat.logprobs or not is_parsed or served.tokenizer is None:
+            return None
+        params = self.sampling_params(served)
+        return TextLogprobs(
+            served.tokenizer.detokenizer.stream(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                prompt_token_ids=prompt_token_ids,
+            )
+        )
 
     def beam_search(self, params: SamplingParams, served: ServedModel) -> None:
         return None

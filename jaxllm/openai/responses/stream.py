@@ -1,6 +1,6 @@
 """A response in events, and a whole one, which is what the events add up to."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,7 @@ from jaxllm.openai.responses.response import (
     filled,
     new_item,
 )
+from jaxllm.openai.responses.text_logprobs import TextLogprobs
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
@@ -92,6 +93,7 @@ class ResponseStream:
         self._texts: list[str] = []  # of the newest item
         self._logprobs: list[ChatTokenLogprob] = []  # of the whole text
         self._unsent: list[ChatTokenLogprob] = []  # of tokens whose text is held back
+        self._by_token: TextLogprobs | None = None  # where only some tokens are of the text
         self.response = begun(request, created, served)
 
     def take(self, place: int, output: RequestOutput) -> Sequence[ResponseEvent]:
@@ -100,6 +102,7 @@ class ResponseStream:
         events: list[ResponseEvent] = []
         if self._parser is None:
             self._parser = self._request.chat.parser(output.prompt, self._served)
+            self._by_token = self._request.text_logprobs(self._served, output.prompt_token_ids)
             events.append(self._event(Created, response=self.response))
             events.append(self._event(InProgress, response=self.response))
         (one,) = output.outputs
@@ -107,11 +110,10 @@ class ResponseStream:
             raise AnswerError("the answer took longer than --request-timeout allows")
         self._num_generated += len(one.token_ids)
         is_cut = one.finish_reason == "length"
-        deltas = self._parser.feed(one.text, one.token_ids)
+        for text, token_ids in self._given(one):
+            events += self._events(self._blocks.feed(self._parser.feed(text, token_ids)))
         if one.finish_reason is not None:
-            deltas += self._parser.finish()
-        self._add_logprobs(one)
-        events += self._events(self._blocks.feed(deltas))
+            events += self._events(self._blocks.feed(self._parser.finish()))
         if one.finish_reason is not None:
             events += self._events(self._blocks.finish(), is_cut=is_cut)
             self.response = ended(
@@ -134,17 +136,28 @@ class ResponseStream:
         self.response = failed(msgspec.structs.replace(self.response, output=self._items), error)
         return [self._event(Failed, response=self.response)]
 
-    def _add_logprobs(self, one: CompletionOutput) -> None:
+    def _given(self, one: CompletionOutput) -> Iterator[tuple[str, Sequence[int]]]:
+        """Divide an output into what the parser is given at once."""
         found = self._request.chat.logprobs_of(one, self._served)
-        if found is not None:
-            self._logprobs += found.content
-            self._unsent += found.content
+        if self._by_token is None:
+            if found is not None:
+                self._logprobs += found.content
+                self._unsent += found.content
+            yield one.text, one.token_ids
+            return
+        assert found is not None, "they are asked for"
+        yield from self._by_token.give(one.text, one.token_ids, found.content)
+        if one.finish_reason is not None:
+            yield self._by_token.rest()
 
     def _events(self, pieces: Iterable[Piece], *, is_cut: bool = False) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
         for piece in pieces:
             match piece:
                 case Begin():
+                    if self._by_token is not None:
+                        self._by_token.begin()
+                        self._logprobs = []  # of this item alone
                     item = new_item(piece, f"{self._request.id[len('resp_') :]}_{len(self._items)}")
                     self._items.append(item)
                     self._texts = []
@@ -154,6 +167,10 @@ class ResponseStream:
                         events.append(self._of_part(PartAdded, part=part))
                 case More(text):
                     self._texts.append(text)
+                    if self._by_token is not None:
+                        is_shown = isinstance(self._items[-1], MessageItem)
+                        self._unsent = self._by_token.tell(text, shows=is_shown)
+                        self._logprobs += self._unsent
                     events.append(self._delta(text, self._unsent))
                     self._unsent = []
                 case End():

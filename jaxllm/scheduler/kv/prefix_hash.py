@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from jaxllm.media.item import ImageItem
+from jaxllm.prompt_embeds.item import EmbedsItem
 
 
 def root_hash(cache_salt: str | None, adapter: str | None = None) -> bytes:
@@ -40,6 +41,12 @@ def image_marks(
             mark = image.digest + offset.to_bytes(8, "little", signed=True)
             marks[block - first] = marks.get(block - first, b"") + mark
     return marks
+
+
+def embeds_marks(embeds: EmbedsItem, first: int, end: int) -> Mapping[int, bytes]:
+    """Likewise of a prompt of embeddings, whose tokens have equal ids."""
+    digests = {block - first: embeds.digest(block) for block in range(first, end)}
+    return {block: b"embeds" + digest for block, digest in digests.items() if digest}
 
 
 def block_hashes(

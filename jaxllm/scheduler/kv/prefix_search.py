@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.scheduler.kv.block_pool import BlockPool
 from jaxllm.scheduler.kv.host_tier import HostTier
-from jaxllm.scheduler.kv.prefix_hash import block_hashes, image_marks
+from jaxllm.scheduler.kv.prefix_hash import block_hashes, embeds_marks, image_marks
 from jaxllm.scheduler.request import Request
 
 _STRIDE = 64  # how many blocks a search hashes at a time
@@ -53,6 +53,8 @@ class PrefixSearch:
         if start < end:
             tokens = request.known_tokens(start, end)
             marks = image_marks(request.images, len(hashes), num_blocks, size)
+            if request.embeds is not None:
+                marks = embeds_marks(request.embeds, len(hashes), num_blocks)
             parent = hashes[-1] if hashes else root
             hashes += block_hashes(parent, tokens, size, marks)
 

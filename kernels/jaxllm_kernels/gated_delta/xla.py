@@ -50,7 +50,7 @@ class XlaDelta:
     ) -> tuple[jax.Array, jax.Array]:
         return scan_rows(
             _step,
-            _chunk,
+            advance_tile,
             (q, k, v, log_decay, beta),
             state,
             rows,
@@ -71,7 +71,7 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     return state + k[:, :, None] * change[:, None, :], out
 
 
-def _chunk(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     """A tile: q and k [C, M, K], v [C, N, V], the state [N, K, V]."""
     q, k, v, log_decay, beta = operands
     num_heads = v.shape[1]

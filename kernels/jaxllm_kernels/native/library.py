@@ -69,6 +69,9 @@ _CODED = {
 _EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
 _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
+# Short convolutions, and decodes of the gated delta rule, which are computed in float32.
+_CONV = _Part("conv", "causal_conv/native.cc", ("jaxllm_conv",))
+_DELTA = _Part("delta", "gated_delta/native.cc", ("jaxllm_delta",), dtypes=("float32",))
 # Sums in a fixed order.
 _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
@@ -76,8 +79,8 @@ _SAMPLER = _Part(
     "sampler", "sampler/native.cc", ("jaxllm_sample", "jaxllm_record"), dtypes=("float32",)
 )
 _PARTS = (
-    _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _EXPERTS, _LOW_RANK, _ROW_SUMS,
-    _SAMPLER,
+    _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
+    _LOW_RANK, _ROW_SUMS, _SAMPLER,
 )  # fmt: skip
 _BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
@@ -124,6 +127,14 @@ class Library:
         if codes not in CODES:
             raise ValueError(f"codes of type {codes} are not {', '.join(CODES)}")
         self._add(_CODED[op, codes])
+
+    def add_conv(self) -> None:
+        """Load the short convolution. Raises ValueError, which says why, if there is none."""
+        self._add(_CONV)
+
+    def add_delta(self) -> None:
+        """Load the gated delta rule. Raises ValueError, which says why, if there is none."""
+        self._add(_DELTA)
 
     def add_experts(self) -> None:
         """Load the experts. Raises ValueError, which says why, if there are none."""

@@ -53,10 +53,7 @@ def scan_rows(
     the number of decodes of an iteration.
     """
     num_tokens = len(rows.token_rows)
-    # The last tile may extend past the last token.
-    beside = 0 if rows.tiles is None else TILE - 1
-    operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
-    out = jnp.zeros((num_tokens + beside, *out_shape), jnp.float32)
+    operands, out = _beside_tiles(operands, rows, out_shape)
     at_once = min(at_once, num_tokens, len(rows.slots))
     carried = _run_decodes(step, operands, (state, out), rows, at_once)
     if rows.tiles is not None:
@@ -66,6 +63,32 @@ def scan_rows(
         carried = _run_drafts(step, operands, carried, rows, rows.drafts, at_once)
     state, out = carried
     return out[:num_tokens], state
+
+
+def scan_tiles(
+    chunk: Advance,
+    operands: Any,
+    state: jax.Array,
+    rows: StateRows,
+    *,
+    out_shape: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tiles alone; return the states and outputs, float32 [T or more, *out_shape], in
+    which other rows have anything finite. Outputs past the T tokens have no meaning."""
+    operands, out = _beside_tiles(operands, rows, out_shape)
+    if rows.tiles is not None:
+        state, out = _run_tiles(chunk, operands, (state, out), rows, rows.tiles)
+    return out, state
+
+
+def _beside_tiles(
+    operands: Any, rows: StateRows, out_shape: tuple[int, ...]
+) -> tuple[Any, jax.Array]:
+    """The operands, and zeros for the outputs, with room for the last tile, which may extend past
+    the last token."""
+    beside = 0 if rows.tiles is None else TILE - 1
+    operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
+    return operands, jnp.zeros((len(rows.token_rows) + beside, *out_shape), jnp.float32)
 
 
 def _run_decodes(

@@ -56,6 +56,22 @@ def records(client, file_id):
     }
 
 
+def test_a_batch_of_responses(keeping):
+    path = "/v1/responses"
+    body = {"input": "Hello", "temperature": 0, "max_output_tokens": 4}
+    with keeping() as server:
+        client = client_of(server)
+        stored = line("stored", body | {"store": True}, path)
+        file_id = upload(client, line("a", body, path), stored)
+        batch = client.batches.create(input_file_id=file_id, endpoint=path, **WINDOW)
+        batch = until(client, batch, "completed")
+        answer = records(client, batch.output_file_id)["a"]["response"]["body"]
+        alone = server.post(path, json=body, headers={"Authorization": "Bearer a"}).json()
+        assert answer["output"][0]["content"] == alone["output"][0]["content"]
+        error = records(client, batch.error_file_id)["stored"]["response"]
+        assert (error["status_code"], error["body"]["error"]["param"]) == (400, "store")
+
+
 def test_a_batch_has_the_answers_of_its_requests(keeping):
     with keeping() as server:
         client = client_of(server)

@@ -114,10 +114,13 @@ def test_parsed_output(client):
     assert answer.output_parsed is None or isinstance(answer.output_parsed.a, int)
 
 
-def test_logprobs(client, host):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**GREEDY, include=["message.output_text.logprobs"])
-    assert caught.value.param == "include"
+def test_logprobs(client, host, says):
+    asked = GREEDY | {"max_output_tokens": 160, "include": ["message.output_text.logprobs"]}
+    asked |= {"tools": [LOOK], "extra_body": says(f"<think>Hm.</think>\n\nI look.\n{CALL}")}
+    _, message, _ = client.responses.create(**asked).output
+    (part,) = message.content
+    assert part.text.strip() == "I look."
+    assert "".join(one.token for one in part.logprobs) in (part.text, f"\n\n{part.text}")
     with host.serve(access_log=False) as server:
         theirs = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none")
         body = GREEDY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
