@@ -111,12 +111,13 @@ def _check(config: EngineConfig, spec: ImageSpec) -> None:
     for name, value, neutral in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("nnodes", parallel.nnodes, 1),
-        ("enable_lora", config.lora.enable_lora, False),
     ):
         if value != neutral:
             raise refused(name, value, f"it is not supported with images; {remedy}")
-    if config.speculation.read() is not None:
+    speculation = config.speculation.read()
+    if speculation is not None and not speculation.proposes:
         raise ValidationError(
-            f"speculative_config: it is not supported with images; {remedy}",
+            f"speculative_config: drafts of a model or a head are not supported with images, since "
+            f"these see none; use the method 'ngram', or {remedy}",
             parameter="speculative_config",
         )
