@@ -323,7 +323,8 @@ def choose_attention(
                 backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
                 backend.check(config, limits, dtype=dtype, chip=chip)
-            if sees_ahead and not isinstance(backend, SeesAhead):
+            can_see_ahead = isinstance(backend, SeesAhead)
+            if sees_ahead and not can_see_ahead:
                 raise ValueError(
                     "its tokens see none behind them, as those of the model's images do; start "
                     "with language_model_only=True for prompts of text"

@@ -42,7 +42,6 @@ class PixtralSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "PixtralImageProcessor"
-    image_size: ClassVar[int | None] = None
 
     patch_size: int
     merge: int
@@ -55,6 +54,10 @@ class PixtralSpec:
     projector_norm: RMSNormSpec | None  # None: there is none, and no merger
     projector_activation: str
     projector_bias: bool
+
+    @property
+    def image_size(self) -> None:
+        return None
 
     @property
     def num_outputs(self) -> int:

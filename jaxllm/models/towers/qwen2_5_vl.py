@@ -44,7 +44,6 @@ class QwenTowerSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "Qwen2VLImageProcessor"
-    image_size: ClassVar[int | None] = None
 
     patch_size: int
     merge: int
@@ -56,6 +55,10 @@ class QwenTowerSpec:
     rope_theta: float
     window: int  # the side of a window in tokens
     full_layers: tuple[int, ...]  # those whose patches see all of their image
+
+    @property
+    def image_size(self) -> None:
+        return None
 
     @property
     def num_outputs(self) -> int:

@@ -47,7 +47,6 @@ class Qwen3TowerSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "Qwen2VLImageProcessor"
-    image_size: ClassVar[int | None] = None
 
     patch_size: int
     merge: int
@@ -59,6 +58,10 @@ class Qwen3TowerSpec:
     rope_theta: float
     side: int  # of the square of learned positions
     tapped: tuple[int, ...]  # layers whose results are merged, too
+
+    @property
+    def image_size(self) -> None:
+        return None
 
     @property
     def num_outputs(self) -> int:

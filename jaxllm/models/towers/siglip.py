@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError
+from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.context import StepContext
 from jaxllm.layers.embedding import Positions
 from jaxllm.layers.linear import Linear
@@ -43,7 +44,6 @@ class SiglipSpec:
     """The static part of the tower; implements `jaxllm.models.tower.TowerSpec`."""
 
     processor: ClassVar[str] = "Gemma3ImageProcessor"
-    num_outputs: ClassVar[int] = 1
 
     patch_size: int
     merge: int
@@ -60,6 +60,10 @@ class SiglipSpec:
     def side(self) -> int:
         """The patches of an image's side."""
         return self.image_size // self.patch_size
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
 
     def check(self, num_shards: int) -> None:
         self.attention.check(num_shards)
@@ -106,11 +110,12 @@ def read(config: HFConfig, architecture: Architecture) -> SiglipSpec:
             f"mm_tokens_per_image={num_tokens}, or hidden_size={size} and "
             f"num_attention_heads={num_heads} in vision_config, do not divide each other"
         )
-    windows = [mixer.window for layer in architecture.layers for mixer in layer.mixers]
-    if any(window is not None and window < num_tokens for window in windows):
+    mixers = [mixer for layer in architecture.layers for mixer in layer.mixers]
+    windows = [its.window for its in mixers if isinstance(its, AttentionSpec) and its.window]
+    if any(window < num_tokens for window in windows):
         # transformers lets the tokens of an image see each other wherever a window ends.
         raise UnsupportedModelError(
-            f"config.json: sliding_window={min(filter(None, windows))} is below "
+            f"config.json: sliding_window={min(windows)} is below "
             f"mm_tokens_per_image={num_tokens}, which is not supported; start with "
             "language_model_only=True for prompts of text"
         )
