@@ -1,6 +1,6 @@
 """Whether an engine generates or pools, and how: what a user asks for and what the plan decides."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,10 +8,12 @@ import msgspec
 
 from jaxllm.errors import ValidationError, refused, shown
 from jaxllm.option_types import option
-from jaxllm.pooling_params import PoolingTask, check_task
+from jaxllm.pooling_params import PoolingTask, check_step, check_task
 
 # Which hidden state stands for a prompt: that of the first token, that of the last, or the mean.
 SeqPooling = Literal["CLS", "LAST", "MEAN"]
+# Of the hidden states of tokens: all, or those where a step of an answer ends.
+TokPooling = Literal["ALL", "STEP"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class PoolingConfig:
     pooler_config: Mapping[str, Any] | None = option(
         None,
         "JSON object of what is otherwise read from the model's files: task, pooling_type (CLS, "
-        "LAST or MEAN), use_activation, dimensions.",
+        "LAST, MEAN, or STEP with step_tag_id and returned_token_ids), use_activation, dimensions.",
     )
 
     def read(self) -> "PoolerConfig":
@@ -48,21 +50,25 @@ class PoolerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How the model's hidden states are pooled; None leaves it to the model's files."""
 
     task: PoolingTask | None = None  # of requests that name none
-    pooling_type: SeqPooling | None = None  # a shorter name of the next
+    pooling_type: SeqPooling | TokPooling | None = None  # a shorter name of the next two
     seq_pooling_type: SeqPooling | None = None
-    tok_pooling_type: Literal["ALL"] | None = None
+    tok_pooling_type: TokPooling | None = None
     use_activation: bool | None = None
     dimensions: int | None = None
+    step_tag_id: int | None = None  # of requests that name none
+    returned_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         if self.task is not None:
             check_task("pooler_config.task", self.task)
-        for name in ("pooling_type", "seq_pooling_type"):
-            value = getattr(self, name)
-            if value not in (None, "CLS", "LAST", "MEAN"):
-                raise refused(f"pooler_config.{name}", value, "it must be CLS, LAST or MEAN")
-        if self.tok_pooling_type not in (None, "ALL"):
-            raise refused("pooler_config.tok_pooling_type", self.tok_pooling_type, "give 'ALL'")
+        for name, known in (
+            ("pooling_type", ("CLS", "LAST", "MEAN", "ALL", "STEP")),
+            ("seq_pooling_type", ("CLS", "LAST", "MEAN")),
+            ("tok_pooling_type", ("ALL", "STEP")),
+        ):
+            if (value := getattr(self, name)) not in (None, *known):
+                raise refused(f"pooler_config.{name}", value, f"give one of {', '.join(known)}")
+        check_step("pooler_config.", self.step_tag_id, self.returned_token_ids)
         if not isinstance(self.use_activation, bool | None):
             raise refused("pooler_config.use_activation", self.use_activation, "give a bool")
         whole = isinstance(self.dimensions, int) and not isinstance(self.dimensions, bool)
@@ -71,7 +77,13 @@ class PoolerConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def of_sequences(self) -> SeqPooling | None:
-        return self.seq_pooling_type or self.pooling_type
+        short = self.pooling_type
+        return self.seq_pooling_type or (None if short in ("ALL", "STEP") else short)
+
+    @property
+    def of_tokens(self) -> TokPooling | None:
+        short = self.pooling_type
+        return self.tok_pooling_type or (short if short in ("ALL", "STEP") else None)
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +107,13 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     # Tokens see those behind them, too: a prompt is computed in one step, and nothing is cached.
     sees_all: bool = False
     num_token_types: int = 0
+    # Of requests for vectors of tokens, whether they may ask for those at steps; and where these
+    # end, and which scores there are wanted, by default.
+    tok_pooling: TokPooling = "ALL"
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = None
+    # The tokens whose logits the scores are; empty: they are of classes, or numbers of a vector.
+    scored_tokens: tuple[int, ...] = ()
 
     @property
     def is_embedding(self) -> bool:
@@ -104,6 +123,20 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     def needs_whole_prompts(self) -> bool:
         """Whether a prompt's vector needs all of its tokens, so that none may come from a cache."""
         return self.seq_pooling != "LAST"
+
+    def columns(self, wanted: Sequence[int]) -> list[int]:
+        """The places in a vector of these tokens, or of classes."""
+        known = self.scored_tokens or range(self.size)
+        for one in wanted:
+            if one not in known:
+                raise refused(
+                    "returned_token_ids",
+                    list(wanted),
+                    f"there are scores of {shown(list(known))}"
+                    if self.scored_tokens
+                    else f"there are {self.size} numbers, from 0 on",
+                )
+        return [known.index(one) for one in wanted]
 
     def check_dimensions(self, asked: int) -> None:
         """Refuse a number of dimensions that embeddings of this model cannot have."""

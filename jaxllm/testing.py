@@ -122,7 +122,7 @@ def make_tiny_adapter(
 
     from jaxllm.files import read_json
     from jaxllm.lora.adapter_config import AdapterConfig
-    from jaxllm.lora.device import adaptable_layers
+    from jaxllm.lora.device import adaptable_layers, targets_of
     from jaxllm.models.architecture import read_architecture
     from jaxllm.models.registry import ModelRegistry
 
@@ -131,12 +131,14 @@ def make_tiny_adapter(
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     fields |= {"target_modules": list(target_modules), "base_model_name_or_path": str(model_dir)}
     _write_json(path / "adapter_config.json", fields | config)
-    architecture = read_architecture(read_json(Path(model_dir) / "config.json"))
+    architecture = read_architecture(read_json(Path(model_dir) / "config.json"), sees_images=True)
     model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
     its_config, rng = AdapterConfig.read(path), np.random.default_rng(seed)
     tensors = {}
+    # In the first of the layouts of checkpoints.
+    of_layout = {layer for target in targets_of(model) for layer in target.layers}
     for layer, (inputs, outputs) in adaptable_layers(model).items():
-        if layer.rpartition(".")[2] in target_modules:
+        if layer in of_layout and layer.rpartition(".")[2] in target_modules:
             of_layer = its_config.rank_of(layer)
             a = rng.standard_normal((of_layer, inputs)) / inputs**0.5
             b = rng.standard_normal((outputs, of_layer)) / (4 * of_layer) ** 0.5

@@ -118,14 +118,14 @@ def _of_user(blocks: Sequence[object], where: str, waiting: Mapping[str, str]) -
             if call in answered:
                 raise refused(f"{at}.tool_use_id", call, "this call has a result already")
             answered.add(call)
-            text = _result(block, at)
-            results.append({"role": "tool", "tool_call_id": call, "content": text})
+            content = _result(block, at)
+            results.append({"role": "tool", "tool_call_id": call, "content": content})
         elif kind == "text":
             parts.append(_part(_field(block, "text", str, at)))
         elif kind == "document":
             parts.append(_part(_document(block, at)))
         elif kind == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _image(block, at)}})
+            parts.append(_image_part(block, at))
         else:
             raise _unsupported(kind, at)
     _check_results({call: at for call, at in waiting.items() if call not in answered})
@@ -141,14 +141,27 @@ def _check_results(waiting: Mapping[str, str]) -> None:
         raise refused(f"{at}.id", call, "the next message must have the result of this tool_use")
 
 
-def _result(block: object, at: str) -> str:
+def _result(block: object, at: str) -> str | list[dict[str, Any]]:
+    """The text of a result, or its parts if there are images among them."""
     assert isinstance(block, Mapping)
     content, is_error = block.get("content"), block.get("is_error", False)
     if not isinstance(is_error, bool):
         raise refused(f"{at}.is_error", is_error, "it must be true or false")
-    text = "" if content is None else _texts(content, f"{at}.content")
     # Templates have no place for the mark of an error, so the text says it.
-    return f"Error: {text}" if is_error else text
+    mark, at = "Error: " if is_error else "", f"{at}.content"
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return mark + ("" if content is None else _texts(content, at))
+    parts = [_part(mark)] if is_error else []
+    for place, inner in enumerate(content):
+        where = f"{at}[{place}]"
+        kind = _kind(inner, where)
+        if _is_image(inner):
+            parts.append(_image_part(inner, where))
+        elif kind == "text":
+            parts.append(_part(_field(inner, "text", str, where)))
+        else:
+            raise _unsupported(kind, where)
+    return parts
 
 
 def _document(block: object, at: str) -> str:
@@ -171,6 +184,14 @@ def _image(block: object, at: str) -> str:
             return f"data:{kind};base64,{data}"
         case other:
             raise refused(f"{at}.type", other, "images must be of type 'base64' or 'url'")
+
+
+def _is_image(block: object) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
+
+
+def _image_part(block: object, at: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": _image(block, at)}}
 
 
 def _part(text: str) -> dict[str, Any]:

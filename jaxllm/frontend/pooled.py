@@ -92,6 +92,8 @@ class PooledRequest:
             vectors = vectors.reshape(-1, self._pooling.size)
             if self.params.task in ("embed", "classify"):
                 (vectors,) = vectors
+            elif self._pooling.tok_pooling == "STEP":
+                vectors = at_steps(vectors, self.prompt_token_ids, self._pooling, self.params)
             data = PoolingOutput(finished(vectors, self._pooling, self.params))
         return PoolingRequestOutput(
             request_id=self.request_id,
@@ -117,6 +119,18 @@ class PooledRequest:
             times=self.metrics,
             end_time=time.time(),
         )
+
+
+def at_steps(
+    vectors: np.ndarray, token_ids: Sequence[int], pooling: Pooling, params: PoolingParams
+) -> np.ndarray:
+    """Of the vectors of all tokens those at the ends of steps, and of these the wanted scores."""
+    tag, wanted = params.step_tag_id, params.returned_token_ids
+    tag = pooling.step_tag_id if tag is None else tag
+    wanted = pooling.returned_token_ids if wanted is None else wanted
+    if tag is not None:
+        vectors = vectors[np.array(token_ids) == tag]
+    return vectors if wanted is None else vectors[:, pooling.columns(wanted)]
 
 
 def finished(vectors: np.ndarray, pooling: Pooling, params: PoolingParams) -> np.ndarray:

@@ -78,12 +78,28 @@ class PoolingInput:
             pooling.check_dimensions(dimensions)
         elif pooling.is_embedding:
             dimensions = pooling.dimensions
+        self._check_step(params, task)
         use = params.use_activation
         return params.clone(
             task=task,
             dimensions=dimensions,
             use_activation=pooling.use_activation if use is None else use,
         )
+
+    def _check_step(self, params: PoolingParams, task: PoolingTask) -> None:
+        """Refuse what is of steps where there are none."""
+        pooling = self.pooling
+        tag, wanted = params.step_tag_id, params.returned_token_ids
+        for name, value in (("step_tag_id", tag), ("returned_token_ids", wanted)):
+            if value is not None and pooling.tok_pooling != "STEP":
+                why = "start the engine with pooler_config={'pooling_type': 'STEP'}"
+                raise refused(name, value, why)
+            if value is not None and task != pooling.tasks[1]:
+                raise refused(name, value, f"{task!r} has one vector for a whole prompt; leave it")
+        if tag is not None:
+            self._reader.check_in_vocabulary("step_tag_id", [tag])
+        if wanted is not None:
+            pooling.columns(wanted)  # refuses
 
     def process(
         self,

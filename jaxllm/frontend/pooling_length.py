@@ -5,7 +5,7 @@ that, as its tokenizer cuts: at the end by default, and never the special tokens
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from jaxllm.errors import ValidationError, refused
@@ -47,6 +47,18 @@ class TextOptions:
             raise refused("add_special_tokens", self.add_special_tokens, "it must be a bool")
 
 
+def head_of(tokenizer: Tokenizer | None, name: str, texts: Sequence[str], num: int) -> list[str]:
+    """Cut texts behind their first `num` tokens; 0: they stay. `name` is of the number."""
+    if num < 0:
+        raise refused(name, num, "it must be 0, for whole texts, or more")
+    if num == 0:
+        return list(texts)
+    if tokenizer is None:
+        raise refused(name, num, "there is no tokenizer (skip_tokenizer_init=True) to count with")
+    most = _most_chars(num)
+    return [tokenizer.head_of(text[:most], num) for text in texts]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TextPair:
     """Two texts that the model reads together."""
@@ -71,7 +83,7 @@ class PoolingLength:
         special = self._options.add_special_tokens
         if self._num_kept is None:
             return self._plain.encode(tokenizer, text, add_special_tokens=special)
-        side, most = self._options.truncation_side, self._most_chars(self._num_kept)
+        side, most = self._options.truncation_side, _most_chars(self._num_kept)
         text = text[-most:] if side == "left" else text[:most]
         return tokenizer.encode_cut(
             text, None, num=self._num_kept, side=side, add_special_tokens=special
@@ -87,7 +99,7 @@ class PoolingLength:
         """Return the ids of two texts, as the tokenizer joins them. In a model with types of tokens
         an id of the second type is above the vocabulary by its size."""
         num = self._plain.most if self._num_kept is None else self._num_kept
-        most = self._most_chars(num)
+        most = _most_chars(num)
         num_chars = len(pair.first) + len(pair.second)
         if self._num_kept is None and num_chars > most:
             raise ValidationError(
@@ -109,6 +121,7 @@ class PoolingLength:
             ids = [token + size * kind for token, kind in zip(ids, types, strict=True)]
         return self._plain.fit(ids)
 
-    @staticmethod
-    def _most_chars(num_tokens: int) -> int:
-        return max(_SMALL_TEXT, _CHARS_PER_TOKEN * num_tokens)
+
+def _most_chars(num_tokens: int) -> int:
+    """How many characters of a text are read for so many tokens."""
+    return max(_SMALL_TEXT, _CHARS_PER_TOKEN * num_tokens)

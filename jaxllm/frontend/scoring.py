@@ -84,8 +84,11 @@ def plan_scores(
     return Scoring("classify", prompts, [(index,) for index in range(len(prompts))])
 
 
-def pair_renderer(tokenizer: Tokenizer | None, chat_template: str) -> Render:
-    """What writes a pair by a template, which gets messages of the roles query and document."""
+def pair_renderer(
+    tokenizer: Tokenizer | None, chat_template: str, instruction: str | None = None
+) -> Render:
+    """What writes a pair by a template, which gets messages of the roles query and document, and
+    the instruction, if there is one, as a variable of this name."""
     if tokenizer is None:
         raise ValidationError("chat_template needs a tokenizer, but skip_tokenizer_init=True")
 
@@ -95,7 +98,11 @@ def pair_renderer(tokenizer: Tokenizer | None, chat_template: str) -> Render:
             {"role": "document", "content": document},
         ]
         prompt = render_chat(
-            tokenizer, messages, chat_template=chat_template, add_generation_prompt=False
+            tokenizer,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=False,
+            chat_template_kwargs=None if instruction is None else {"instruction": instruction},
         )
         return prompt.get("prompt", "")
 

@@ -116,6 +116,24 @@ class Tokenizer:
         ids: Any = encoded["input_ids"]
         return list(ids), list(encoded.get("token_type_ids") or [0] * len(ids))
 
+    def head_of(self, text: str, num: int) -> str:
+        """The text up to its last character of which the first `num` tokens have a part."""
+        with self._lock:
+            encoded = self.hf(
+                text,
+                add_special_tokens=False,
+                truncation=False,
+                return_offsets_mapping=bool(self.hf.is_fast),
+                verbose=False,
+            )
+            ids: Any = encoded["input_ids"]
+            if len(ids) <= num:
+                return text
+            if not self.hf.is_fast:
+                return str(self.hf.decode(ids[:num], clean_up_tokenization_spaces=False))
+        offsets: Any = encoded["offset_mapping"]
+        return text[: max(end for _, end in offsets[:num])]
+
     @functools.cached_property
     def _shape(self) -> Shape:
         with self._lock:

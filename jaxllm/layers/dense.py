@@ -20,6 +20,7 @@ class DenseSpec:
     bias: bool
     activation: str | None = None
     folder: str | None = None  # of its own file in the checkpoint; None: it is in the model's
+    stored_as: str | None = None  # its name there, if it is another one
 
     def make(self, in_size: int, *, dtype: DTypeLike) -> "Dense":
         return Dense(self, in_size, dtype=dtype)
@@ -33,6 +34,7 @@ class HeadNormSpec:
     out_size: int
     norm: NormSpec
     folder: None = None
+    stored_as: None = None
 
     def make(self, in_size: int, *, dtype: DTypeLike) -> Norm:
         assert in_size == self.out_size, self

@@ -26,6 +26,7 @@ from jaxllm.models.checkpoint_map import Box, CheckpointMap, Concat, InHalves, R
 from jaxllm.parallel.sharding import Axes, Part, num_pieces, sharding
 from jaxllm.quantization.linear import CodedLinear
 
+_TOWER = "tower"  # the module of a model
 # The arrays of all layers that adapters may change, by the layers' names.
 Adapters = dict[str, LowRank]
 
@@ -127,10 +128,11 @@ class AdapterArrays:
 
 
 def targets_of(model: Any) -> Iterator[Target]:
-    """The linear layers of an abstract model that adapters may change, of any storage."""
+    """The linear layers of an abstract model that adapters may change, of any storage: those of the
+    decoder. A tower's run before the step, and its outputs are shared by requests."""
     names: CheckpointMap = model.checkpoint_map
     for path, module in nnx.iter_graph(model):
-        if not isinstance(module, Linear | CodedLinear):
+        if not isinstance(module, Linear | CodedLinear) or path[0] == _TOWER:
             continue
         name = ".".join(map(str, path))
         weight: Any = module.weight  # pyright: ignore[reportAttributeAccessIssue]

@@ -130,7 +130,9 @@ class DecoderForCausalLM(nnx.Module):
         return self._head.weight.shape[0] if self._makes_logits else 0
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        logits = self._head.logits(hidden)
+        return self._capped(self._head.logits(hidden))
+
+    def _capped(self, logits: jax.Array) -> jax.Array:
         scale, soft_cap = self.architecture.logits_scale, self.architecture.logits_soft_cap
         if scale != 1.0:
             logits = logits * scale
@@ -142,12 +144,13 @@ class DecoderForCausalLM(nnx.Module):
 
     def project(self, pooled: jax.Array) -> jax.Array:
         assert self.pooling_head is not None, "the model generates"
-        return self.pooling_head(pooled, self._head if self._makes_logits else None)
+        found = self.pooling_head(pooled, self._head if self._makes_logits else None)
+        return self._capped(found) if self.pooling_head.spec.logits else found
 
     @property
     def _makes_logits(self) -> bool:
         head = self.architecture.pooling_head
-        return head is None or head.tokens is not None
+        return head is None or head.reads_logits
 
     @property
     def _head(self) -> Embedding:

@@ -21,11 +21,20 @@ class PoolingHeadSpec:
     # Scores by the language model head instead: how much likelier the first token is than the
     # second. Rerankers that answer "yes" or "no" do so.
     tokens: tuple[int, int] | None = None
+    # Or the logits of these tokens. Reward models answer with one of several, such as "+" or "-".
+    logits: tuple[int, ...] = ()
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the language model head is what it reads."""
+        return self.tokens is not None or bool(self.logits)
 
     def size(self, hidden_size: int) -> int:
         """How many numbers there are for a prompt."""
         if self.tokens is not None:
             return 1
+        if self.logits:
+            return len(self.logits)
         return self.layers[-1].out_size if self.layers else hidden_size
 
     def make(self, hidden_size: int, *, dtype: DTypeLike) -> "PoolingHead":
@@ -34,11 +43,12 @@ class PoolingHeadSpec:
     def names(self, names: CheckpointMap) -> CheckpointMap:
         """The map of a model with this head. Embedders are also written without the names of what
         is around the decoder, and with or without a head for logits."""
-        if self.tokens is not None:
+        if self.reads_logits:
             return names
         layouts = [dataclasses.replace(its, others=()) for its in (names, *names.others)]
         layouts += [its.with_names(model="") for its in layouts]
         linears = {name: f"{folder}.linear" for name, folder in self._folders.items()}
+        linears |= {its.name: its.stored_as for its in self.layers if its.stored_as is not None}
         first, *others = [
             its.with_names(pooling_head="", **linears).ignoring(r"(.*\.)?lm_head\..*")
             for its in layouts
@@ -63,10 +73,16 @@ class PoolingHead(nnx.Module):
             size = layer.out_size
 
     def __call__(self, pooled: jax.Array, lm_head: Embedding | None) -> jax.Array:
-        if self.spec.tokens is not None:
+        if self.spec.reads_logits:
             assert lm_head is not None, "this part of the model has no head"
-            rows = lm_head.weight[...][jnp.array(self.spec.tokens)].astype(jnp.float32)
-            return jnp.matmul(pooled, (rows[:1] - rows[1:]).T, precision=jax.lax.Precision.HIGHEST)
+            tokens = jnp.array(self.spec.tokens or self.spec.logits)
+            rows = lm_head.weight[...][tokens].astype(jnp.float32)
+            if self.spec.tokens is not None:
+                rows = rows[:1] - rows[1:]
+            found = jnp.matmul(pooled, rows.T, precision=jax.lax.Precision.HIGHEST)
+            if self.spec.logits and lm_head.bias is not None:
+                found = found + lm_head.bias[...][tokens].astype(jnp.float32)
+            return found
         for layer in self.spec.layers:
             pooled = getattr(self, layer.name)(pooled)
         return pooled

@@ -100,7 +100,7 @@ _ENCODERS = {
         for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
     },
 }
-_WITHOUT_HEAD = re.compile(r"((Text)?Model|ForSequenceClassification)$")
+_WITHOUT_HEAD = re.compile(r"(ForProcessRewardModel|(Text)?Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
 

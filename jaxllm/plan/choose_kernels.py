@@ -33,6 +33,7 @@ from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     BatchLimits,
+    SeesAhead,
     default_backends,
     get_backend,
 )
@@ -308,9 +309,11 @@ def choose_attention(
     configs: Collection[MixerConfig],
     limits: BatchLimits,
     dtype: Any,
+    *,
+    sees_ahead: bool = False,
 ) -> MixerBackend:
-    """The requested backend, or the first of the chip's that supports all of these attentions. The
-    refusals of the others are logged."""
+    """The requested backend, or the first of the chip's that supports all of these attentions, and
+    tokens that see later ones if there are such. The refusals of the others are logged."""
     get, defaults = _backends(configs, chip)
     names = (asked,) if asked != "auto" else defaults
     if asked == "auto" and isinstance(library, NoLibrary):
@@ -322,6 +325,12 @@ def choose_attention(
                 backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
                 backend.check(config, limits, dtype=dtype, chip=chip)
+            can_see_ahead = isinstance(backend, SeesAhead)
+            if sees_ahead and not can_see_ahead:
+                raise ValueError(
+                    "its tokens see none behind them, as those of the model's images do; start "
+                    "with language_model_only=True for prompts of text"
+                )
             return backend.tuned_for(chip)
         except ValueError as error:
             if name == names[-1]:

@@ -23,12 +23,14 @@ from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.plan.images import wants_images
-from jaxllm.pooler_config import Pooling, PoolingConfig, SeqPooling
+from jaxllm.pooler_config import PoolerConfig, Pooling, PoolingConfig, SeqPooling
 from jaxllm.pooling.files import SentenceModel, read_sentence_model
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
 _CLASSIFIER = "ForSequenceClassification"
+# It scores each step of an answer, by two layers.
+_PROCESS_REWARD = "ForProcessRewardModel"
 _MAX_CLASSES = 1 << 16
 _MAX_TOKENIZER_BYTES = 1 << 28
 # Fields in which a cross-encoder names its activation, and what they may say.
@@ -133,18 +135,23 @@ def _choose(
     hf_config, asked = architecture.hf_config, config.pooling.read()
     family = ModelRegistry.family(architecture.name)
     convert = config.pooling.convert
+    names = [str(name) for name in hf_config.get("architectures") or ()]
+    steps = any(name.endswith(_PROCESS_REWARD) for name in names)
+    by_logits = not steps and not any(map(_is_headless, names)) and asked.returned_token_ids
     if convert in ("auto", "none"):
-        names = hf_config.get("architectures") or ()
-        convert = "classify" if any(_CLASSIFIER in str(name) for name in names) else "embed"
+        classifies = steps or by_logits or any(_CLASSIFIER in name for name in names)
+        convert = "classify" if classifies else "embed"
     usual: SeqPooling = family.pools_by
     if convert == "classify" and hf_config.get("classifier_pooling") == "mean":
         usual = "MEAN"
     how: SeqPooling = asked.of_sequences or (sentence.seq_pooling if sentence else usual)
-    if convert == "classify":
-        pooling, head = _classifier(architecture, model_dir, how)
+    if convert == "classify" and by_logits:
+        pooling, head = _by_logits(architecture, tuple(by_logits), how)
+    elif convert == "classify":
+        pooling, head = _classifier(architecture, model_dir, how, steps=steps)
     else:
         pooling, head = _embedder(architecture, sentence, how)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = _step_pooling(asked, pooling, steps=steps)
     if asked.task is not None:
         if asked.task not in pooling.tasks:
             known = " and ".join(pooling.tasks)
@@ -156,6 +163,23 @@ def _choose(
         pooling.check_dimensions(asked.dimensions)
         changes["dimensions"] = asked.dimensions
     return _Chosen(msgspec.structs.replace(pooling, **changes), head)
+
+
+def _step_pooling(asked: PoolerConfig, pooling: Pooling, *, steps: bool) -> dict[str, Any]:
+    """What is pooled at tokens. `steps` says whether the model is one that scores steps."""
+    how = asked.of_tokens or ("STEP" if steps else "ALL")
+    changes: dict[str, Any] = {"tok_pooling": how}
+    if how == "STEP":
+        changes["default_task"] = pooling.tasks[1]
+    for name in ("step_tag_id", "returned_token_ids"):
+        if (value := getattr(asked, name)) is None:
+            continue
+        if how != "STEP":
+            raise refused(f"pooler_config.{name}", value, "it needs pooling_type 'STEP'")
+        changes[name] = tuple(value) if isinstance(value, list | tuple) else value
+    if asked.returned_token_ids is not None:
+        pooling.columns(asked.returned_token_ids)  # refuses
+    return changes
 
 
 def _embedder(
@@ -191,13 +215,40 @@ def _embedder(
     return _Chosen(pooling, head)
 
 
-def _classifier(architecture: Architecture, model_dir: Path, how: SeqPooling) -> _Chosen:
+def _by_logits(architecture: Architecture, tokens: tuple[int, ...], how: SeqPooling) -> _Chosen:
+    """A model whose logits of some tokens are its scores."""
+    worst = max(tokens)
+    if worst >= architecture.vocab_size:
+        raise refused(
+            "pooler_config.returned_token_ids",
+            worst,
+            f"no such token; ids of this model are below {architecture.vocab_size}",
+        )
+    pooling = Pooling(
+        tasks=("classify", "token_classify"),
+        default_task="classify",
+        seq_pooling=how,
+        size=len(tokens),
+        activation="sigmoid" if len(tokens) == 1 else "softmax",
+        labels=tuple(f"LABEL_{index}" for index in range(len(tokens))),
+        scored_tokens=tokens,
+    )
+    return _Chosen(pooling, PoolingHeadSpec(logits=tokens))
+
+
+def _classifier(
+    architecture: Architecture, model_dir: Path, how: SeqPooling, *, steps: bool
+) -> _Chosen:
     hf_config = architecture.hf_config
     if (words := hf_config.get("classifier_from_token")) is not None:
         head, labels = _by_tokens(words, model_dir), ("LABEL_0",)
     else:
         labels = _labels(hf_config)
-        layers = ModelRegistry.family(architecture.name).classifier(architecture, len(labels))
+        layers: tuple[Any, ...]
+        if steps:
+            layers = _process_reward(architecture.hidden_size, len(labels))
+        else:
+            layers = ModelRegistry.family(architecture.name).classifier(architecture, len(labels))
         head = PoolingHeadSpec(layers=layers)
     pooling = Pooling(
         tasks=("classify", "token_classify"),
@@ -208,6 +259,17 @@ def _classifier(architecture: Architecture, model_dir: Path, how: SeqPooling) ->
         labels=labels,
     )
     return _Chosen(pooling, head)
+
+
+def _process_reward(hidden_size: int, num_labels: int) -> tuple[DenseSpec, ...]:
+    """The layers that score a step, as Qwen's models have them."""
+    size = hidden_size
+    return (
+        DenseSpec(
+            name="score_in", out_size=size, bias=True, activation="relu", stored_as="score.0"
+        ),
+        DenseSpec(name="score_out", out_size=num_labels, bias=True, stored_as="score.2"),
+    )
 
 
 def _by_tokens(words: object, model_dir: Path) -> PoolingHeadSpec:

@@ -6,6 +6,7 @@ from jaxllm.anthropic.history import read_history
 from jaxllm.errors import ValidationError
 
 HELLO = {"role": "user", "content": "Hello"}
+SEEN = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
 
 
 def call(name="look", id="a", **given):
@@ -55,6 +56,16 @@ def test_calls_thoughts_and_results():
         {"role": "tool", "tool_call_id": "a", "content": "Waves."},
     ]
     assert last == {"role": "user", "content": "Go on"}
+
+
+def test_results_may_have_images():
+    part = {"type": "image_url", "image_url": {"url": "https://a/b.png"}}
+    shown = result("b", [SEEN, text("Waves.")], is_error=True)
+    messages = [HELLO, assistant(call(), call(id="b")), user(result(content=[SEEN]), shown)]
+    first, second = read_history(None, messages).messages[2:]
+    assert first == {"role": "tool", "tool_call_id": "a", "content": [part]}
+    texts = [{"type": "text", "text": "Error: "}, {"type": "text", "text": "Waves."}]
+    assert second["content"] == [texts[0], part, texts[1]]
 
 
 def test_turns_of_one_role_are_one_turn():
@@ -114,6 +125,10 @@ def test_a_document_of_text_is_text():
         ([HELLO, assistant(call()), user(result(is_error="no"))],
          "messages[2].content[0].is_error"),
         ([HELLO, assistant(call()), user(result(content=[{"type": "image"}]))],
+         "messages[2].content[0].content[0].source"),
+        ([HELLO, assistant(call()), user(result(content=[SEEN, call()]))],
+         "messages[2].content[0].content[1]"),
+        ([HELLO, assistant(call()), user(result(content=[{"type": "document"}]))],
          "messages[2].content[0].content[0]"),
     ],
 )  # fmt: skip

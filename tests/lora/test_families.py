@@ -8,7 +8,7 @@ import pytest
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.lora.device import AdapterArrays, adaptable_layers
 from jaxllm.models.architecture import read_architecture
-from jaxllm.models.registry import ModelRegistry, family_names
+from jaxllm.models.registry import ModelRegistry, family_names, load_family
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.testing import tiny_config
 
@@ -61,3 +61,18 @@ def test_a_layer_changes_as_its_tensors_would(family):
 @pytest.mark.parametrize("family", sorted(set(family_names()) - set(SOME)))
 def test_a_layer_of_any_family_changes_as_its_tensors_would(family):
     check(family)
+
+
+def test_towers_take_no_adapters():
+    family = load_family("qwen3_5")
+    config = {**family.tiny_config_around, "text_config": tiny_config("qwen3_5")}
+    plain, seeing = (
+        adaptable_layers(ModelRegistry.resolve([its.name]).abstract(its, np.float32))
+        for its in (read_architecture(config, sees_images=sees) for sees in (False, True))
+    )
+    assert not any("visual" in layer for layer in seeing)
+    found, expected = (
+        {name: sizes for name, sizes in layers.items() if "model.language_model" in name}
+        for layers in (seeing, plain)
+    )
+    assert found == expected and found

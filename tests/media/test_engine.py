@@ -304,8 +304,8 @@ def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
     ("options", "reason"),
     [
         ({"pipeline_parallel_size": 2}, "devices|not supported with images"),
-        ({"enable_lora": True}, "not supported with images"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "with images"),
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "with images"),
+        ({"spec_method": "draft_model", "spec_model": "/nowhere"}, "with images"),
         ({"limit_mm_per_prompt": {"video": 1}}, "no video"),
         ({"limit_mm_per_prompt": {"image": -1}}, "from 0 on"),
         ({"mm_processor_kwargs": {"size": {"longest_edge": 4096}}}, "at most 64"),

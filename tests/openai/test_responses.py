@@ -43,6 +43,12 @@ def test_a_turn_of_the_model_is_one_message():
     assert [one["tool_call_id"] for one in outputs] == ["b", "a"]
 
 
+def test_outputs_may_have_images():
+    given = [{"type": "input_text", "text": "Here:"}, {"type": "input_image", "image_url": "u"}]
+    items = [HELLO, call(), output(output=given)]
+    assert read_items(items)[-1]["content"] == [{"type": "text", "text": "Here:"}, given[1]]
+
+
 def test_the_words_of_system_and_developer_come_first():
     messages = read_items([message("developer", "Be brief"), HELLO])
     assert with_instructions("Be kind", messages) == [
@@ -71,6 +77,7 @@ def test_the_words_of_system_and_developer_come_first():
         ([HELLO, call(arguments="{")], "input[1].arguments"),
         ([HELLO, call(arguments="[]")], "input[1].arguments"),
         ([HELLO, call(), output(output=5)], "input[2].output"),
+        ([HELLO, call(), output(output=[{"type": "input_image"}])], "input[2].output[0].image_url"),
     ],
 )
 def test_what_cannot_be_said_is_refused_by_its_place(items, field):

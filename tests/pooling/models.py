@@ -36,7 +36,14 @@ def write_model(path: Path, kind: str, family: str = "qwen3", **fields: Any) -> 
         made, tiny = make_tiny_checkpoint(path / "made"), BERT
     else:
         made, tiny = make_tiny_checkpoint(path / "made", family), tiny_config(family)
-    config_of = {"qwen3": "Qwen3Config", "llama": "LlamaConfig", "bert": "BertConfig"}[family]
+    config_of = {
+        "qwen2": "Qwen2Config",
+        "qwen3": "Qwen3Config",
+        "llama": "LlamaConfig",
+        "phi": "PhiConfig",
+        "gemma2": "Gemma2Config",
+        "bert": "BertConfig",
+    }[family]
     config = getattr(transformers, config_of)(**(tiny | {"pad_token_id": 0} | fields))
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).float()

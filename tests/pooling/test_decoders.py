@@ -1,12 +1,15 @@
 """Decoders that pool: equal to transformers, and to themselves however the steps are cut."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, PoolerConfig, PoolingParams, SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
+from jaxllm.files import read_json
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer, num_programs
 from jaxllm.programs.report import report_plan
@@ -200,6 +203,109 @@ def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
             logits = model(torch.tensor([ids])).logits[0, -1]
         want = torch.sigmoid(logits[yes] - logits[no]).item()
         assert output.outputs.score == pytest.approx(want, abs=1e-5)
+
+
+STEP = 7  # the id of a token
+
+
+def process_reward_model(path):
+    """A decoder, two layers behind it, and the scores of its steps."""
+    write_model(path, "Qwen2Model", "qwen2")
+    rng = np.random.default_rng(0)
+    shapes = {"0.weight": (64, 64), "0.bias": (64,), "2.weight": (2, 64), "2.bias": (2,)}
+    score = {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors = load_file(path / "model.safetensors")
+    tensors = {f"model.{name}": value for name, value in tensors.items()}
+    tensors["lm_head.weight"] = np.zeros((384, 64), np.float32)  # releases have it, too
+    tensors |= {f"score.{name}": value for name, value in score.items()}
+    want = [
+        np.maximum(hidden @ score["0.weight"].T + score["0.bias"], 0) @ score["2.weight"].T
+        + score["2.bias"]
+        for hidden in hidden_states(path, PROMPTS)
+    ]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = read_json(path / "config.json") | {"architectures": ["Qwen2ForProcessRewardModel"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return want
+
+
+# Steps of 32 tokens cut the second one; the last has no step.
+PROMPTS = [[5, 6, STEP, 9, STEP], [*range(10, 50), STEP, *range(50, 80), STEP], [STEP], [5, 6]]
+
+
+def at(ids, rows):
+    return rows[np.array(ids) == STEP]
+
+
+def softmax(rows):
+    powers = np.exp(rows - rows.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def test_steps_of_an_answer_are_scored(tmp_path):
+    want = process_reward_model(tmp_path)
+    llm = LLM(tmp_path, **TINY, pooler_config={"step_tag_id": STEP})
+    outputs = llm.encode(PROMPTS, pooling_task="token_classify", **QUIET)
+    for ids, output, rows in zip(PROMPTS, outputs, want, strict=True):
+        assert output.outputs.data.shape == (ids.count(STEP), 2)
+        np.testing.assert_allclose(output.outputs.data, softmax(at(ids, rows)), atol=1e-5)
+    of_others = PoolingParams(step_tag_id=6, returned_token_ids=[1], use_activation=False)
+    (output,) = llm.encode(PROMPTS[:1], of_others, pooling_task="token_classify", **QUIET)
+    np.testing.assert_allclose(output.outputs.data, want[0][1:2, 1:], atol=1e-4)
+    for params, task, message in [
+        (PoolingParams(step_tag_id=384), "token_classify", "no such token"),
+        (PoolingParams(returned_token_ids=[2]), "token_classify", "there are 2 numbers"),
+        (PoolingParams(step_tag_id=7), "classify", "step_tag_id=7: 'classify' has one vector"),
+    ]:
+        with pytest.raises(ValidationError, match=message):
+            llm.encode("a", params, pooling_task=task, **QUIET)
+
+
+@pytest.mark.parametrize(
+    "family", ["phi", *(pytest.param(one, marks=pytest.mark.sweep) for one in ("qwen3", "gemma2"))]
+)
+def test_logits_of_some_tokens_are_scores_of_steps(tmp_path, family):
+    """As in reward models that answer each step with one of two tokens. Phi's head has biases,
+    Gemma's logits have a cap."""
+    path = write_model(tmp_path, f"{family.capitalize()}ForCausalLM", family)
+    if family == "phi":
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.bias"] = np.linspace(-2, 2, 384, dtype=np.float32)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    good, bad = 11, 8
+    pooler = {"pooling_type": "STEP", "step_tag_id": STEP, "returned_token_ids": [good, bad]}
+    llm = LLM(path, **TINY, runner="pooling", pooler_config=pooler)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    outputs = llm.encode(PROMPTS, pooling_task="token_classify", **QUIET)
+    with torch.no_grad():
+        logits = [model(torch.tensor([ids])).logits[0].numpy() for ids in PROMPTS]
+    for ids, output, rows in zip(PROMPTS, outputs, logits, strict=True):
+        want = softmax(at(ids, rows[:, [good, bad]]))
+        np.testing.assert_allclose(output.outputs.data, want, atol=1e-5)
+    other = PoolingParams(returned_token_ids=[bad], use_activation=False)
+    (output,) = llm.encode(PROMPTS[:1], other, pooling_task="token_classify", **QUIET)
+    np.testing.assert_allclose(output.outputs.data, at(PROMPTS[0], logits[0])[:, [bad]], atol=1e-4)
+    (output,) = llm.classify(PROMPTS[:1], **QUIET)
+    np.testing.assert_allclose(output.outputs.probs, softmax(logits[0][-1, [good, bad]]), atol=1e-5)
+    with pytest.raises(ValidationError, match=r"there are scores of \[11, 8\]"):
+        params = PoolingParams(returned_token_ids=[9])
+        llm.encode("a", params, pooling_task="token_classify", **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("pooler", "message"),
+    [
+        ({"step_tag_id": 3}, "step_tag_id=3: it needs pooling_type 'STEP'"),
+        ({"pooling_type": "STEP", "step_tag_id": -1}, "step_tag_id=-1: it must be the id"),
+        ({"pooling_type": "STEP", "returned_token_ids": []}, r"returned_token_ids=\[\]: it must"),
+        ({"pooling_type": "STEP", "returned_token_ids": [64]}, "there are 64 numbers"),
+        ({"pooling_type": "SUM"}, "pooling_type='SUM': give one of CLS, LAST, MEAN, ALL, STEP"),
+        ({"seq_pooling_type": "STEP"}, "seq_pooling_type='STEP': give one of CLS, LAST, MEAN"),
+    ],
+)
+def test_steps_that_nobody_takes_are_refused(embedder, pooler, message):
+    with pytest.raises(ValidationError, match=message):
+        make_plan(EngineConfig.create(embedder, **TINY, pooler_config=pooler))
 
 
 def test_in_16_bits_vectors_point_the_same_way(embedder, llm):

@@ -159,3 +159,59 @@ def test_other_protocols_show_the_same_image(both):
     assert usage.cache_read_input_tokens > 64  # the image's, too
     num_tokens = usage.input_tokens + usage.cache_read_input_tokens
     assert num_tokens == len(expected.prompt_token_ids)
+
+
+def test_a_tool_shows_an_image(both):
+    """In each protocol, where the template of the chat puts it."""
+    llm, client, _ = both
+    function = {"name": "look", "arguments": "{}"}
+    asks = {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "a", "type": "function", "function": function},
+    ]}  # fmt: skip
+    hello = {"role": "user", "content": "What is it?"}
+
+    def shown(part):
+        return {"role": "tool", "tool_call_id": "a", "content": [part]}
+
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    part = {"type": "image_pil", "image_pil": LARGE}
+    (expected,) = llm.chat([hello, asks, shown(part)], params, use_tqdm=False)
+    assert len(expected.prompt_token_ids) > 72
+    text = expected.outputs[0].text
+
+    part = {"type": "image_url", "image_url": {"url": url(encoded(LARGE))}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=[hello, asks, shown(part)], temperature=0, max_tokens=6
+    )
+    assert answer.choices[0].message.content == text
+
+    part = {"type": "input_image", "image_url": url(encoded(LARGE)), "detail": "auto"}
+    items = [
+        hello,
+        {"type": "function_call", "call_id": "a", **function},
+        {"type": "function_call_output", "call_id": "a", "output": [part]},
+    ]
+    response = client.responses.create(
+        model="tiny", input=items, temperature=0, max_output_tokens=6, store=False
+    )
+    assert response.output_text == text
+
+    anthropic = pytest.importorskip("anthropic")
+    base = str(client.base_url).removesuffix("/").removesuffix("/v1")
+    data = base64.b64encode(encoded(LARGE)).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    image = {"type": "image", "source": source}
+    messages = [
+        hello,
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "look", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [image]},
+        ]},
+    ]  # fmt: skip
+    with anthropic.Anthropic(base_url=base, api_key="none", max_retries=0) as other:
+        message = other.messages.create(
+            model="tiny", max_tokens=6, messages=messages, extra_body={"temperature": 0}
+        )
+    assert message.content[0].text == text

@@ -7,7 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm import LLM
+from jaxllm import LLM, ValidationError
+from jaxllm.openai.pooling.score import RerankRequest, ScoreRequest
+from jaxllm.openai.served_model import ServedModel
 from tests.pooling.models import TEXTS, describe, write_model
 from tests.profile import TINY
 
@@ -170,6 +172,46 @@ def test_scores_and_documents_in_their_order(which, request):
         assert [one["document"]["text"] for one in results] == [TEXTS[1 + i] for i in order]
 
 
+@pytest.mark.parametrize("which", ["embedder", "classifier"])
+def test_each_side_of_a_pair_is_cut(which, request):
+    pooled = request.getfixturevalue(which)
+    tokenizer = pooled.llm.llm_engine.tokenizer
+
+    def head(text, num):
+        return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:num])
+
+    query, *documents = TEXTS
+    cut = [head(text, 4) for text in documents]
+    assert cut[0] == documents[0] and len(cut[1]) < len(documents[1])
+    outputs = pooled.llm.score(head(query, 3), cut, **QUIET)
+    want = [output.outputs.score for output in outputs]
+    lengths = {"max_tokens_per_query": 3, "max_tokens_per_doc": 4}
+    data = pooled.post("/score", queries=query, documents=documents, **lengths)["data"]
+    np.testing.assert_allclose([one["score"] for one in data], want, atol=1e-5)
+    results = pooled.post("/rerank", query=query, documents=documents, **lengths)["results"]
+    by_index = {one["index"]: one for one in results}
+    found = [by_index[place]["relevance_score"] for place in range(len(want))]
+    np.testing.assert_allclose(found, want, atol=1e-5)
+    assert by_index[1]["document"]["text"] == documents[1]
+
+
+def test_an_instruction_is_for_a_template_of_pairs(embedder, classifier):
+    template = "{{ instruction }}|{{ messages[0].content }}|{{ messages[1].content }}"
+    engine = classifier.llm.llm_engine
+    served = ServedModel.of(engine, chat_template=template)
+    body = {"query": "a b", "documents": ["c d", {"text": "e"}], "instruction": "Find it"}
+    assert RerankRequest.read(body).work(served).prompts == ["Find it|a b|c d", "Find it|a b|e"]
+    named = ScoreRequest.read({"queries": ["a", "b"], "documents": ["c", "d"]})
+    assert named.work(served).prompts == ["|a|c", "|b|d"]
+    served = ServedModel.of(engine, chat_template="{{ messages[0].content }}")
+    with pytest.raises(ValidationError, match="instruction='Find it': .*does not know it"):
+        RerankRequest.read(body).work(served)
+    served = ServedModel.of(embedder.llm.llm_engine, chat_template=template)
+    with pytest.raises(ValidationError, match="instruction='Find it': .*embeds each text alone"):
+        RerankRequest.read(body).work(served)
+    assert RerankRequest.read(body | {"instruction": None}).work(served).task == "embed"
+
+
 def test_classes(classifier):
     data = classifier.post("/classify", input=TEXTS)["data"]
     want = [output.outputs.probs for output in classifier.llm.classify(TEXTS, **QUIET)]
@@ -190,6 +232,13 @@ def test_refusals_name_the_field(embedder, classifier):
         ("/classify", {"input": "a"}, "task", "runs the model for embed"),
         ("/score", {"text_1": "a"}, "queries", "text_1 and text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "from 1"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1},
+            "max_tokens_per_doc",
+            "0, for whole texts",
+        ),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "no pair"),
         ("/v2/embed", {"texts": ["a"], "images": ["b"]}, "images", "texts only"),
         ("/v1/completions", {"prompt": "a"}, "runner", "generates no text"),
     ]:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 import msgspec
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.frontend.scoring import Scoring, plan_scores, scored
+from jaxllm.frontend.pooling_length import head_of
+from jaxllm.frontend.scoring import Render, Scoring, pair_renderer, plan_scores, scored
 from jaxllm.openai.errors import AnswerError
 from jaxllm.openai.pooling.fields import (
     MAX_INPUTS,
@@ -23,7 +24,41 @@ from jaxllm.pooling_params import PoolingParams
 _SIDES = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"))
 
 
-class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class PairFields(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+    """Requests for scores of pairs."""
+
+    # Tokens that are left of each text; None or 0: all.
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    instruction: str | None = None  # for a template that writes pairs
+
+    def scoring(self, served: ServedModel, queries: list[str], documents: list[str]) -> Scoring:
+        """Decide what is pooled for these texts."""
+        tokenizer = served.tokenizer
+        queries = head_of(
+            tokenizer, "max_tokens_per_query", queries, self.max_tokens_per_query or 0
+        )
+        documents = head_of(
+            tokenizer, "max_tokens_per_doc", documents, self.max_tokens_per_doc or 0
+        )
+        return plan_scores(pooling_of(served), queries, documents, self._render(served))
+
+    def _render(self, served: ServedModel) -> Render | None:
+        """What writes a pair as one text; None: the tokenizer joins them."""
+        template, instruction = served.chat_template, self.instruction
+        if template is None or pooling_of(served).is_embedding:
+            if instruction is not None:
+                why = "only a template has a place for it; start the server with --chat-template"
+                if pooling_of(served).is_embedding:
+                    why = "the model embeds each text alone, so there is no pair to write"
+                raise refused("instruction", instruction, why)
+            return None
+        if instruction is not None and "instruction" not in template:
+            raise refused("instruction", instruction, "the server's chat template does not know it")
+        return pair_renderer(served.tokenizer, template, instruction)
+
+
+class ScoreRequest(PairFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request for scores: one text with one or several others, or pair by pair."""
 
     queries: str | list[str] | None = None
@@ -41,7 +76,7 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
     def work(self, served: ServedModel) -> Work:
         names, queries, documents = self._sides
         try:
-            scoring = plan_scores(pooling_of(served), queries, documents)
+            scoring = self.scoring(served, queries, documents)
         except ValidationError as error:
             raise self.in_its_words(error) from error
         return _work(self, scoring, partial(self._answer, served, scoring))
@@ -100,7 +135,7 @@ class Scores(msgspec.Struct, kw_only=True):
     usage: PoolingUsage
 
 
-class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(PairFields, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to order documents."""
 
     query: str
@@ -127,7 +162,7 @@ class RerankRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_n is not None and self.top_n < 0:
             raise refused("top_n", self.top_n, "it must be 0, for all, or more")
         texts = self.texts
-        scoring = plan_scores(pooling_of(served), [self.query], texts)
+        scoring = self.scoring(served, [self.query], texts)
         return _work(self, scoring, partial(self._answer, served, scoring, texts))
 
     def names_of_fields(self, place: int | None) -> dict[str, str]:

@@ -128,8 +128,10 @@ def _call(item: Mapping[str, Any], where: str) -> _Message:
 
 def _output(item: Mapping[str, Any], where: str) -> _Message:
     _check_text(item.get("call_id"), f"{where}.call_id")
-    text = _texts(item.get("output"), f"{where}.output")
-    return {"role": "tool", "tool_call_id": item["call_id"], "content": text}
+    output: Any = item.get("output")
+    sees = has_images([{"content": output}])
+    content = (_parts if sees else _texts)(output, f"{where}.output")
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
 
 
 def _texts(content: object, where: str) -> str:
