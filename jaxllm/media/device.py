@@ -26,8 +26,8 @@ class Images:
 
     name = NAME
 
-    def __init__(self, *, has_grid_positions: bool):
-        self._has_grid_positions = has_grid_positions
+    def __init__(self, spec: ImageSpec):
+        self._has_grid_positions, self._sees_all = spec.has_grid_positions, spec.sees_all
 
     def fields(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
         offsets = {"offsets": (bucket.num_tokens,)} if self._has_grid_positions else {}
@@ -35,7 +35,8 @@ class Images:
             return offsets
         if self._has_grid_positions:
             offsets = {"offsets": (NUM_AXES, bucket.num_tokens)}
-        return {"rows": (bucket.num_tokens,)} | offsets
+        ahead = {"ahead": (bucket.num_tokens,)} if self._sees_all else {}
+        return {"rows": (bucket.num_tokens,)} | ahead | offsets
 
     def pack(self, fields: Mapping[str, np.ndarray], its: Slice | None) -> None:
         if "rows" in fields:
@@ -44,6 +45,8 @@ class Images:
             return
         if "rows" in its:
             fields["rows"][: len(its["rows"])] = its["rows"]
+        if "ahead" in its:
+            fields["ahead"][: len(its["ahead"])] = its["ahead"]
         if "offsets" in its:
             offsets, room = its["offsets"], fields["offsets"]
             # The axes of a token of text are alike, and decodes are of text.

@@ -112,6 +112,10 @@ class Images:
             return n
         start = request.num_tokens - n
         end = start + min(n, budget)
+        if self._spec.sees_all:
+            for image in request.images:
+                if image.start < end < image.end:
+                    return max(0, image.start - start)
         for placed in using.images:
             first, last = placed.part(start, end)
             if first == last or placed.item.digest in self._wanted:
@@ -128,6 +132,7 @@ class Images:
         encodings: list[Encoding] = []
         rows_given: np.ndarray | None = None
         offsets: np.ndarray | None = None
+        ahead: np.ndarray | None = None
         firsts = np.cumsum(num_tokens) - num_tokens
         for row, request in enumerate(rows):
             using = self._using.get(request.request_id)
@@ -149,8 +154,13 @@ class Images:
                 its = self._rows_of(placed, encodings)
                 if rows_given is None:
                     rows_given = np.full(int(num_tokens.sum()), NO_ROW, np.int32)
-                rows_given[placed.places[first:last] - start + first_token] = its[first:last]
-        given = {"rows": rows_given, "offsets": offsets}
+                where = placed.places[first:last] - start + first_token
+                rows_given[where] = its[first:last]
+                if self._spec.sees_all:
+                    if ahead is None:
+                        ahead = np.zeros(len(rows_given), np.int32)
+                    ahead[where] = placed.item.end - 1 - placed.places[first:last]
+        given = {"rows": rows_given, "ahead": ahead, "offsets": offsets}
         found = {name: array for name, array in given.items() if array is not None}
         if not found:
             return None

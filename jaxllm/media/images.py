@@ -95,7 +95,11 @@ class Images:
             return prompt, ()
         others = self.load(prompt)
         data = others.pop(DATA, None)
-        return others, () if data is None else data["image"]
+        if data is None:
+            return others, ()
+        if self._spec is not None and self._spec.written and isinstance(others.get("prompt"), str):
+            others["prompt"] = others["prompt"].replace(*self._spec.written)
+        return others, data["image"]
 
     def placed(
         self, token_ids: list[int], images: Sequence[Patches], length: Length
@@ -130,7 +134,8 @@ class Images:
             raise refused(
                 DATA,
                 counted(len(images), "image"),
-                f"the prompt has the token {spec.image_token!r}, which stands for an image, "
+                f"the prompt has {spec.written[0] if spec.written else spec.image_token!r}, which "
+                "stands for an image, "
                 f"{counted(marks, 'time')}; write it once for each image, and nowhere else",
             )
         left = iter(images)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge
+from jaxllm.media.resizing import Area, LongestEdge, Square
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 _FILE = "preprocessor_config.json"
@@ -19,6 +19,8 @@ _TOKENS = {
 }
 _HIGHEST_EDGE = 1 << 13
 _HIGHEST_AREA = 1 << 26
+# What stands for an image in a text of Gemma's, its embeddings, and its end.
+_OF_GEMMA = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 _OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
@@ -29,6 +31,7 @@ class Wanted(NamedTuple):
     patch_size: int
     merge: int
     image_token_id: int
+    image_size: int | None = None  # the edges of every image; None: they keep theirs
 
 
 def read_image_spec(
@@ -145,7 +148,45 @@ def _read_qwen(
     return {"resizing": changed, "image_token": token, "has_grid_positions": True}
 
 
+def _read_gemma(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    edge = wanted.image_size
+    assert edge is not None, "its tower says how large images are"
+    if fields.get("size") != {"height": edge, "width": edge}:
+        raise CheckpointError(
+            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
+            f"{edge} pixels"
+        )
+    if fields.get("do_pan_and_scan"):
+        raise UnsupportedModelError(f"{_FILE}: do_pan_and_scan is not supported; set it to false")
+    _check_equal(
+        _FILE, fields, "image_seq_length", (edge // wanted.patch_size // wanted.merge) ** 2
+    )
+    _check_known(changes, ())
+    for token in _OF_GEMMA:
+        if token not in ids:
+            raise CheckpointError(f"tokenizer.json: there is no token {shown(token)}")
+    mark, soft, end = _OF_GEMMA
+    if ids[soft] != wanted.image_token_id:
+        raise CheckpointError(
+            f"tokenizer.json: {soft!r} is the token {ids[soft]}, where config.json has "
+            f"{wanted.image_token_id}"
+        )
+    return {
+        "resizing": Square(edge),
+        "image_token": soft,
+        "sees_all": True,
+        "written": (mark, f"\n\n{mark}{soft}{end}\n\n"),
+    }
+
+
 _PROCESSORS = {
+    "Gemma3ImageProcessor": _read_gemma,
     "PixtralImageProcessor": _read_pixtral,
     "Qwen2VLImageProcessor": _read_qwen,
 }
@@ -161,9 +202,8 @@ def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) ->
 def _check_known(changes: Mapping[str, Any], names: tuple[str, ...]) -> None:
     if unknown := changes.keys() - set(names):
         may = " and ".join(map(repr, names))
-        raise refused(
-            "mm_processor_kwargs", sorted(map(str, unknown)), f"only {may} may be changed"
-        )
+        why = f"only {may} may be changed" if names else "nothing may be changed"
+        raise refused("mm_processor_kwargs", sorted(map(str, unknown)), why)
 
 
 def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:

@@ -31,6 +31,18 @@ class LongestEdge(msgspec.Struct, frozen=True, tag=True):
         return (-(-self.pixels // side)) ** 2
 
 
+class Square(msgspec.Struct, frozen=True, tag=True):
+    """Gemma's: every image becomes a square, whatever its edges are."""
+
+    pixels: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        return self.pixels, self.pixels
+
+    def max_tokens(self, side: int) -> int:
+        return (self.pixels // side) ** 2
+
+
 class Area(msgspec.Struct, frozen=True, tag=True):
     """Qwen's: an image keeps its size, unless its area is below or above these numbers of pixels.
     Its edges are rounded as Python does it: halves to even numbers."""

@@ -56,6 +56,11 @@ class TowerSpec(Protocol):
         ...
 
     @property
+    def image_size(self) -> int | None:
+        """The pixels of the edges that every image has; None: images keep theirs."""
+        ...
+
+    @property
     def num_outputs(self) -> int:
         """How many vectors it makes for a token: the embedding, then those that are added behind
         the first layers of the decoder."""

@@ -33,6 +33,7 @@ from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import (
     BatchLimits,
+    SeesAhead,
     default_backends,
     get_backend,
 )
@@ -47,6 +48,7 @@ from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.kimi_delta import KimiDeltaSpec
 from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.short_conv import ShortConvSpec
@@ -58,8 +60,9 @@ from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_su
 
 logger = init_logger(__name__)
 
-# Mixers that begin with a short convolution.
-_WITH_CONVOLUTIONS = {GatedDeltaSpec, MambaSpec, ShortConvSpec}
+# Mixers with the gated delta rule, and all that begin with a short convolution.
+_DELTA = {GatedDeltaSpec, KimiDeltaSpec}
+_WITH_CONVOLUTIONS = _DELTA | {MambaSpec, ShortConvSpec}
 
 # Up to this many tokens, operations between products cost little.
 _FREE_PADDING = 128
@@ -236,7 +239,7 @@ def choose_state_ops(
     try:
         if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
             ops = replace(ops, conv=NativeConv.load(library, dtype))
-        if GatedDeltaSpec in mixers:
+        if not mixers.isdisjoint(_DELTA):
             ops = replace(ops, delta=NativeDelta.load(library))
     except ValueError as error:
         logger.warning("recurrent layers: XLA's loops, not 'native', since %s", error)
@@ -306,9 +309,11 @@ def choose_attention(
     configs: Collection[MixerConfig],
     limits: BatchLimits,
     dtype: Any,
+    *,
+    sees_ahead: bool = False,
 ) -> MixerBackend:
-    """The requested backend, or the first of the chip's that supports all of these attentions. The
-    refusals of the others are logged."""
+    """The requested backend, or the first of the chip's that supports all of these attentions, and
+    tokens that see later ones if there are such. The refusals of the others are logged."""
     get, defaults = _backends(configs, chip)
     names = (asked,) if asked != "auto" else defaults
     if asked == "auto" and isinstance(library, NoLibrary):
@@ -320,6 +325,12 @@ def choose_attention(
                 backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
                 backend.check(config, limits, dtype=dtype, chip=chip)
+            can_see_ahead = isinstance(backend, SeesAhead)
+            if sees_ahead and not can_see_ahead:
+                raise ValueError(
+                    "its tokens see none behind them, as those of the model's images do; start "
+                    "with language_model_only=True for prompts of text"
+                )
             return backend.tuned_for(chip)
         except ValueError as error:
             if name == names[-1]:

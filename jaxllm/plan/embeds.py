@@ -68,7 +68,6 @@ def _check(config: EngineConfig, architecture: Architecture, pooling: Pooling | 
     for name, value, neutral in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("nnodes", parallel.nnodes, 1),
-        ("enable_lora", config.lora.enable_lora, False),
     ):
         if value != neutral:
             raise refused(name, value, "it is not supported with enable_prompt_embeds")

@@ -44,7 +44,13 @@ def with_images(
         return architecture, None
     spec = read_image_spec(
         model_dir,
-        Wanted(tower.processor, tower.patch_size, tower.merge, tower.image_token_id),
+        Wanted(
+            tower.processor,
+            tower.patch_size,
+            tower.merge,
+            tower.image_token_id,
+            tower.image_size,
+        ),
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,
     )
@@ -54,17 +60,22 @@ def with_images(
             "preprocessor_config.json or no tokenizer.json"
         )
         return dataclasses.replace(architecture, tower=None), None
-    _check(config)
+    _check(config, spec)
     return architecture, spec
 
 
 def plan_images(
-    spec: ImageSpec | None, chip: Chip, max_num_batched_tokens: int, max_model_len: int
+    spec: ImageSpec | None,
+    chip: Chip,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> ImagePlan | None:
     """The pool holds what a step can see, and at least two images of the largest size, so that one
     follows the other without delay. An image with more tokens than a prompt is refused earlier."""
     if spec is None:
         return None
+    _check_budget(spec, max_num_batched_tokens, max_num_seqs)
     largest = min(spec.max_patches // spec.patches_per_token, max_model_len)
     return ImagePlan(
         spec=spec,
@@ -74,9 +85,28 @@ def plan_images(
     )
 
 
-def _check(config: EngineConfig) -> None:
+def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Refuse steps that could never hold an image that must not be cut, beside a decode of each
+    other row."""
+    least = spec.max_patches // spec.patches_per_token + max_num_seqs
+    if spec.sees_all and max_num_batched_tokens < least:
+        raise refused(
+            "max_num_batched_tokens",
+            max_num_batched_tokens,
+            f"a step must hold a whole image, whose tokens see each other, beside a token of each "
+            f"of max_num_seqs={max_num_seqs} requests: give at least {least}",
+        )
+
+
+def _check(config: EngineConfig, spec: ImageSpec) -> None:
     """Refuse what does not go with images yet."""
     parallel = config.parallel
+    threshold = config.scheduler.long_prefill_token_threshold
+    if spec.sees_all and threshold:
+        raise refused(
+            "long_prefill_token_threshold", threshold, "it might cut an image, whose tokens see "
+            "each other; leave it out",
+        )  # fmt: skip
     remedy = "start with language_model_only=True for prompts of text"
     for name, value, neutral in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),

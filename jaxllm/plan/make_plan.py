@@ -212,6 +212,7 @@ def make_plan(
         attention_configs + (() if draft is None else draft.attention_configs),
         limits,
         dtype,
+        sees_ahead=image_spec is not None and image_spec.sees_all,
     )
 
     sizes = CacheSizes(
@@ -294,7 +295,7 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         num_devices=num_devices,
     )
-    images = plan_images(image_spec, chip, max_num_batched_tokens, max_model_len)
+    images = plan_images(image_spec, chip, max_num_batched_tokens, max_num_seqs, max_model_len)
     embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
     row_bytes = architecture.image_width * jnp.dtype(dtype).itemsize
     tail_bytes += given_rows(images, embeds) * row_bytes

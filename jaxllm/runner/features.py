@@ -14,7 +14,7 @@ def device_features(plan: EnginePlan) -> tuple[DeviceSlice, ...]:
         return (TokenPooling(),)
     features: list[DeviceSlice] = []
     if plan.images is not None:
-        features.append(Images(has_grid_positions=plan.images.spec.has_grid_positions))
+        features.append(Images(plan.images.spec))
     if plan.embeds is not None:
         features.append(PromptEmbeds())
     return (*features, PromptLogprobs(plan.step_logprobs, plan.sampling))

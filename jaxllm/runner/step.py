@@ -129,6 +129,7 @@ def make_step(
                 ),
                 num_decodes=inputs.num_decodes,
                 num_short=inputs.num_short,
+                last_seen=_last_seen(inputs, context_lens),
                 block_size=plan.block_size,
                 decode_only=layout.bucket.decode_only,
             )
@@ -322,6 +323,12 @@ def _context_lens(inputs: StepInputs, lengths: jax.Array) -> jax.Array:
     known = lengths.at[inputs.slots].get(mode="fill", fill_value=0)
     starts = jnp.where(inputs.starts == GO_ON, known, inputs.starts)
     return starts + jnp.diff(inputs.query_starts)
+
+
+def _last_seen(inputs: StepInputs, context_lens: jax.Array) -> jax.Array | None:
+    """The position up to which each token sees, in models where tokens of images see each other."""
+    ahead = inputs.slices.get(IMAGES, {}).get("ahead")
+    return None if ahead is None else _positions(inputs, context_lens) + ahead
 
 
 def _positions(inputs: StepInputs, context_lens: jax.Array) -> jax.Array:

@@ -140,3 +140,16 @@ def encoded(image, kind="PNG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def make_gemma3(path):
+    """Layers with a window that is a little longer than an image, and one without."""
+    return make_tiny_checkpoint(
+        path,
+        "gemma3",
+        sees_images=True,
+        num_hidden_layers=3,
+        head_dim=16,
+        sliding_window=20,
+        max_position_embeddings=512,
+    )

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.media.models import OPTIONS, make_qwen3_5_moe, make_qwen3_moe
+from tests.media.models import OPTIONS, make_gemma3, make_qwen3_5_moe, make_qwen3_moe
 
 pytest.importorskip("PIL")
 
@@ -51,6 +51,12 @@ def test_answers_of_qwen_do_not_either(kind, tmp_path):
     one = compare(QWENS[kind](tmp_path), "tensor_parallel_size", MARK)
     tokens = [tokens for tokens, _ in one]
     assert tokens[0] == tokens[2] != tokens[1]
+
+
+@pytest.mark.sweep
+def test_answers_of_gemma_do_not_either(tmp_path):
+    one = compare(make_gemma3(tmp_path), "tensor_parallel_size", "<start_of_image>")
+    assert one[0][0] == one[2][0] and one[0] != one[1]
 
 
 def compare(model, way, mark):

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from jaxllm import LLM, BeamSearchParams, SamplingParams
+from jaxllm import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.sampling.slot_state import PROMPT_BIT, slot_row
 from jaxllm.scheduler.schedule import NO_TOKEN, Admission
-from jaxllm.testing import make_tiny_checkpoint
+from jaxllm.testing import make_tiny_adapter, make_tiny_checkpoint
 from tests.media.models import make_model, make_qwen3, picture
 from tests.profile import TINY
 from tests.prompt_embeds.models import OPTIONS, table
@@ -167,7 +167,6 @@ def test_what_needs_tokens_is_refused(llm, embeddings):
     ("options", "reason"),
     [
         ({"pipeline_parallel_size": 2}, "devices|pipeline_parallel_size=2: it is not supported"),
-        ({"enable_lora": True}, "enable_lora=True: it is not supported with enable_prompt_embeds"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "not supported"),
         ({"runner": "pooling"}, "pools reads tokens alone"),
     ],
@@ -237,6 +236,32 @@ def test_any_model_takes_them(way, tmp_path):
             expected[2:2] = answers(llm, given[2:3])
         assert llm.reset_prefix_cache()
         assert_equal(answers(llm, given), expected)
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.sweep
+def test_adapters_take_them(tmp_path, embeddings, model):
+    """Beside each other, and never the blocks of another adapter."""
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    llm = LLM(model, **OPTIONS | lora)
+    loras = [
+        LoRARequest(str(seed), seed, make_tiny_adapter(tmp_path / str(seed), model, seed=seed))
+        for seed in (1, 2)
+    ]
+    which = [None, *loras]
+    given = [{"prompt_embeds": embeddings[ids_of(64)]}] * len(which)
+    tokens = [{"prompt_token_ids": ids_of(64)}] * len(which)
+    try:
+        found, expected = [
+            [
+                (one.outputs[0].token_ids, one.outputs[0].logprobs)
+                for one in llm.generate(prompts, PARAMS, lora_request=which, use_tqdm=False)
+            ]
+            for prompts in (given, tokens)
+        ]
+        assert_equal(found, expected)
+        assert len({tuple(tokens) for tokens, _ in found}) == len(which)
     finally:
         llm.shutdown()
 

@@ -1,14 +1,14 @@
 """Gemma 3: Gemma 2 with norms of queries and keys in place of soft caps, and two rotations.
 
 Five layers have a window and rotate with a short base; the sixth sees everything, with a long base
-that may be scaled. The decoder of models that also see images is read without its tower.
+that may be scaled. In models that also see images, the tokens of an image see each other.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxllm.layers.attention import AttentionSpec, QKNorm
-from jaxllm.models.around_decoder import inside_larger_model
+from jaxllm.models.around_decoder import beside_vision_tower, inside_larger_model
 from jaxllm.models.blocks import SandwichBlock
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
 from jaxllm.models.families import gemma2
@@ -23,6 +23,7 @@ from jaxllm.models.family import (
 from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture, LayerSpec
+from jaxllm.models.towers import siglip
 
 _IN_LARGER_MODEL = "Gemma3ForConditionalGeneration"
 _DEFAULTS = gemma2.DEFAULTS | {
@@ -90,9 +91,11 @@ def _read_layer_types(config: HFConfig) -> list[str]:
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    if architecture.name == _IN_LARGER_MODEL:
+    if architecture.name != _IN_LARGER_MODEL:
+        return LLAMA_NAMES
+    if architecture.tower is None:
         return inside_larger_model(LLAMA_NAMES)
-    return LLAMA_NAMES
+    return beside_vision_tower(LLAMA_NAMES, architecture.tower)
 
 
 FAMILY = Family(
@@ -115,8 +118,45 @@ FAMILY = Family(
         "tie_word_embeddings": True,
         "num_hidden_layers": 4,
     },
+    tower=siglip.read,
+    tiny_config_around={
+        "architectures": [_IN_LARGER_MODEL],
+        "model_type": "gemma3",
+        "image_token_index": 3,
+        "boi_token_index": 4,
+        "eoi_token_index": 5,
+        "mm_tokens_per_image": 16,
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 32,
+        },
+    },
+    tiny_preprocessor={
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_convert_rgb": None,
+        "do_pan_and_scan": None,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_seq_length": 16,
+        "rescale_factor": 0.00392156862745098,
+        "resample": 2,
+        "size": {"height": 32, "width": 32},
+    },
+    tiny_image_tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     harmless={
         "attn_logit_softcapping": "the class in transformers does not apply it either",
+        "boi_token_index": "the processor's tokens around an image have names",
+        "eoi_token_index": "the processor's tokens around an image have names",
+        "vision_use_head": "makes one vector of an image, which the decoder does not read",
     }
     | AROUND_DECODER,
 )

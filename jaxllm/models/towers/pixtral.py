@@ -56,6 +56,10 @@ class PixtralSpec:
     projector_bias: bool
 
     @property
+    def image_size(self) -> None:
+        return None
+
+    @property
     def num_outputs(self) -> int:
         return 1
 

@@ -57,6 +57,10 @@ class QwenTowerSpec:
     full_layers: tuple[int, ...]  # those whose patches see all of their image
 
     @property
+    def image_size(self) -> None:
+        return None
+
+    @property
     def num_outputs(self) -> int:
         return 1
 

@@ -60,6 +60,10 @@ class Qwen3TowerSpec:
     tapped: tuple[int, ...]  # layers whose results are merged, too
 
     @property
+    def image_size(self) -> None:
+        return None
+
+    @property
     def num_outputs(self) -> int:
         return 1 + len(self.tapped)
 

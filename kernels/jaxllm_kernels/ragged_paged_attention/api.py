@@ -2,8 +2,9 @@
 
 One call computes one layer for one step. The query tokens are a flat batch of prefill chunks and
 decodes. The call writes the step's keys and values into the paged cache first. Then each token
-attends causally to its row's keys and values in the cache. An implementation (a backend) defines
-the layout of the cache; callers only pass the array from call to call.
+attends to its row's keys and values in the cache: causally, unless a batch says otherwise. An
+implementation (a backend) defines the layout of the cache; callers only pass the array from call to
+call.
 
 Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads, H head size,
 V size of values (mostly H), P blocks per row.
@@ -96,6 +97,10 @@ class RaggedBatch:
     num_decodes: jax.Array  # int32 []
     # int32 []; zero is always right, and costs time only
     num_short: jax.Array | np.int32 = np.int32(0)
+    # int32 [T]: the position of the last token that each token sees, itself or a later one of its
+    # row in this step. It never decreases along a row. None: itself; other batches are only for
+    # backends that are `SeesAhead`.
+    last_seen: jax.Array | None = None
     block_size: int = field(metadata={"static": True})
     # Every row with tokens is a decode, and T == R.
     decode_only: bool = field(metadata={"static": True})
@@ -199,6 +204,14 @@ class AttentionBackend(Protocol):
           The output [T, N, V], of q's dtype, and the updated cache.
         """
         ...
+
+
+@runtime_checkable
+class SeesAhead(Protocol):
+    """What a backend may be in addition: it supports batches with `last_seen`."""
+
+    @property
+    def sees_ahead(self) -> Literal[True]: ...
 
 
 @runtime_checkable

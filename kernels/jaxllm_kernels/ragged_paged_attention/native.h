@@ -65,6 +65,7 @@ struct Layer {
   const float* sinks;  // null: none
   const float* scales;  // of codes: the keys' of each kv head, then the values'
   const int32_t *query_starts, *context_lens, *block_tables;
+  const int32_t* last_seen;  // of each token; null: itself
   int64_t num_tokens, num_rows, max_blocks, num_blocks;
   int64_t num_heads, num_kv_heads, head_size, value_size;
   int64_t block_size;
@@ -91,6 +92,10 @@ struct Layer {
   int64_t first_seen(int64_t position) const {
     if (chunk > 0) return position / chunk * chunk;
     return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0;
+  }
+  // The position after the last one that a token at a position sees.
+  int64_t seen_end(int64_t token, int64_t position) const {
+    return 1 + (last_seen == nullptr ? position : last_seen[token]);
   }
   // The group of keys that contains a position.
   int64_t GroupOf(int64_t position) const {
@@ -162,6 +167,7 @@ template <typename Kind>
 struct Line {
   const typename Kind::Element* q;
   int64_t position;
+  int64_t end;  // after the last position that it sees
   float largest;
   Floats total;  // by lane
 };
@@ -260,7 +266,7 @@ inline float Weigh(const Layer<Kind>& layer, float scale, Line<Kind>& line,
   for (int j = 0; j < chunk.num_groups; ++j) {
     const Group<Kind>& group = chunk.groups[j];
     const int begin = std::clamp<int64_t>(first_seen - group.position, group.begin, kLanes);
-    const int end = std::clamp<int64_t>(line.position + 1 - group.position, 0, group.end);
+    const int end = std::clamp<int64_t>(line.end - group.position, 0, group.end);
     is_seen[j] = (lane >= begin) & (lane < end);
     Floats score = scale * scores[j];
     if (layer.soft_cap > 0) score = layer.soft_cap * Tanh(score / layer.soft_cap);
@@ -342,14 +348,16 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
   scratch.values.resize(2 * kChunkKeys * value_size);
   for (int64_t l = 0; l < num_lines; ++l) {
     const auto* q = layer.q + place(l) * head_size;
-    lines[l] = {q, tile.position + l / group_size, kUnseen, Floats{}};
+    const int64_t position = tile.position + l / group_size;
+    const int64_t seen_end = layer.seen_end(tile.token + l / group_size, position);
+    lines[l] = {q, position, seen_end, kUnseen, Floats{}};
     if (layer.sinks != nullptr) {
       lines[l].largest = layer.sinks[kv_head * group_size + l % group_size];
       lines[l].total[0] = 1;
     }
   }
 
-  const int64_t begin = layer.first_seen(tile.position), end = tile.position + tile.num_tokens;
+  const int64_t begin = layer.first_seen(tile.position), end = lines[num_lines - 1].end;
   auto find = [&](int64_t group) {
     return FindKeys(layer, tile, kv_head, begin, end, group, scratch);
   };
@@ -359,7 +367,7 @@ void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
     for (int64_t l = 0; l < num_lines; l += kBlockLines) {
       const int64_t num = std::min<int64_t>(num_lines - l, kBlockLines);
       // The last line of the block sees the most keys.
-      if (lines[l + num - 1].position < chunk.groups[0].position) continue;
+      if (lines[l + num - 1].end <= chunk.groups[0].position) continue;
       float* weighted = scratch.weighted.data() + l * value_size;
       static_assert(kBlockLines <= 4, "a block of lines is one of the cases below");
       switch (num) {
@@ -391,6 +399,12 @@ bool IsWithinBounds(const Layer<Kind>& layer) {
     if (end > token) {
       const int64_t position = layer.first_position(row), length = layer.context_lens[row];
       if (position < 0 || length > layer.max_blocks * layer.block_size) return false;
+      for (int64_t i = token; layer.last_seen != nullptr && i < end; ++i) {
+        const int64_t least = i > token ? layer.last_seen[i - 1] : 0;
+        const int64_t itself = position + i - token;
+        if (layer.last_seen[i] < std::max(least, itself) || layer.last_seen[i] >= length)
+          return false;
+      }
       const int64_t last = (length - 1) / layer.block_size;
       for (int64_t i = layer.first_seen(position) / layer.block_size; i <= last; ++i) {
         const int64_t block = layer.block_tables[row * layer.max_blocks + i];
@@ -406,8 +420,8 @@ template <ffi::DataType kType, ffi::DataType kCached, typename Kind>
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCached, 3> k,
                   ffi::Buffer<kCached, 3> v, ffi::Buffer<kCached, 5> cache,
                   ffi::Buffer<ffi::S32, 1> query_starts, ffi::Buffer<ffi::S32, 1> context_lens,
-                  ffi::Buffer<ffi::S32, 2> block_tables, ffi::Buffer<ffi::F32, 1> sinks,
-                  ffi::Buffer<ffi::F32, 1> scales, ffi::ResultBuffer<kType, 3> out,
+                  ffi::Buffer<ffi::S32, 2> block_tables, ffi::Buffer<ffi::S32, 1> last_seen,
+                  ffi::Buffer<ffi::F32, 1> sinks, ffi::Buffer<ffi::F32, 1> scales, ffi::ResultBuffer<kType, 3> out,
                   ffi::ResultBuffer<kCached, 5> new_cache, float scale, int64_t sliding_window,
                   int64_t chunk, float soft_cap, int64_t block_size) {
   using Element = typename Kind::Element;
@@ -426,6 +440,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
   layer.query_starts = query_starts.typed_data();
   layer.context_lens = context_lens.typed_data();
   layer.block_tables = block_tables.typed_data();
+  layer.last_seen = last_seen.element_count() > 0 ? last_seen.typed_data() : nullptr;
   layer.num_tokens = q.dimensions()[0];
   layer.num_rows = context_lens.dimensions()[0];
   layer.max_blocks = block_tables.dimensions()[1];
@@ -440,6 +455,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
   layer.chunk = chunk;
   layer.scale = scale;
   layer.soft_cap = soft_cap;
+  if (layer.last_seen != nullptr && last_seen.element_count() != size_t(layer.num_tokens))
+    return ffi::Error::InvalidArgument("each token must have the last one that it sees");
   if (Kind::kHasScales && scales.element_count() != size_t(2 * layer.num_kv_heads))
     return ffi::Error::InvalidArgument("codes need a scale for the keys and values of each kv head");
   if (!IsWithinBounds(layer))
@@ -471,6 +488,7 @@ auto Signature() {
       .template Arg<ffi::Buffer<ffi::S32, 1>>()
       .template Arg<ffi::Buffer<ffi::S32, 1>>()
       .template Arg<ffi::Buffer<ffi::S32, 2>>()
+      .template Arg<ffi::Buffer<ffi::S32, 1>>()
       .template Arg<ffi::Buffer<ffi::F32, 1>>()
       .template Arg<ffi::Buffer<ffi::F32, 1>>()
       .template Ret<Heads>()

@@ -7,6 +7,7 @@ of 8 bits has codes in the same places.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class NativeBackend:
     # The registered backend has no library. The plan loads one and makes a backend with it.
     library: Library | NoLibrary = NoLibrary("nothing has loaded it")
     name: str = "native"
+    sees_ahead: ClassVar[Literal[True]] = True
 
     @property
     def cache_head_axis(self) -> int:
@@ -127,6 +129,7 @@ class NativeBackend:
             batch.query_starts,
             batch.context_lens,
             batch.block_tables,
+            jnp.zeros(0, jnp.int32) if batch.last_seen is None else batch.last_seen,
             jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
             scales,
             scale=np.float32(config.scale),

@@ -5,6 +5,7 @@ much as the longest possible context, so this is for tests only.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ class ReferenceBackend:
     """Attention token by token, over every possible block of a row."""
 
     name: str = "reference"
+    sees_ahead: ClassVar[Literal[True]] = True
 
     @property
     def cache_head_axis(self) -> int:
@@ -75,11 +77,12 @@ class ReferenceBackend:
     ) -> tuple[jax.Array, jax.Array]:
         del prepared
         places = locate_tokens(batch, q.shape[0])
+        last_seen = places.positions if batch.last_seen is None else batch.last_seen
         k, v = to_cached(k, v, config, kv_scales)
         cache = write_pages(cache, k, v, write_blocks(batch, places), places.positions)
 
         def attend_one(token):
-            q, row, position = token
+            q, row, position, last = token
             pages = from_storage(cache[batch.block_tables[row]], k.dtype).astype(jnp.float32)
             # [P, 1 or 2, K, block_size, width] -> [1 or 2, K, tokens, width]
             pages = jnp.moveaxis(pages, 0, 2)
@@ -88,9 +91,10 @@ class ReferenceBackend:
             if kv_scales is not None:
                 keys *= kv_scales.k[:, None, None]
                 values *= kv_scales.v[:, None, None]
-            return _attend_one(q, keys, values, position, sinks, config)
+            return _attend_one(q, keys, values, position, last, sinks, config)
 
-        return jax.lax.map(attend_one, (q, places.rows, places.positions)), cache
+        tokens = (q, places.rows, places.positions, last_seen)
+        return jax.lax.map(attend_one, tokens), cache
 
 
 def _attend_one(
@@ -98,13 +102,15 @@ def _attend_one(
     keys: jax.Array,
     values: jax.Array,
     position: jax.Array,
+    last_seen: jax.Array,
     sinks: jax.Array | None,
     config: AttentionConfig,
 ) -> jax.Array:
-    """Attention of the token q [N, H] at a position to keys [K, tokens, H] and their values."""
+    """Attention of the token q [N, H] at a position to keys [K, tokens, H] and their values, up to
+    the last one that it sees. A token of padding, at -1, sees none."""
     num_kv_heads, head_size = config.num_kv_heads, config.head_size
     kv_positions = jnp.arange(keys.shape[1])
-    visible = kv_positions <= position
+    visible = (kv_positions <= last_seen) & (position >= 0)
     if config.sliding_window is not None:
         visible &= kv_positions > position - config.sliding_window
     if config.chunk is not None:
