@@ -151,32 +151,48 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, States, tuple[Drafts, ...]]:
         """Run the ops for the heads of a device: outputs float32 [T, N, V], the states, and what
         the ops got of drafts."""
-        spec = self.spec
-        assert ops is not None, "the plan has no ops with states"
-        num_tokens, num_heads = b.shape
-        keys = spec.key_size * (spec.num_key_heads * num_heads // spec.num_heads)
-        entering = qkv
-        qkv, inputs = ops.conv(qkv, taps.T, None, inputs, rows, activation="silu")
-        q, k, v = (
-            each.reshape(num_tokens, -1, size)
-            for each, size in zip(
-                jnp.split(qkv, [keys, 2 * keys], axis=1),
-                (spec.key_size, spec.key_size, spec.value_size),
-                strict=True,
-            )
-        )
-        q, k = _of_length_one(q) * spec.key_size**-0.5, _of_length_one(k)
         step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
-        beta = spec.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
+        beta = self.spec.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
         log_decay = -jnp.exp(log_rate) * step
-        out, matrices = ops.delta(q, k, v, log_decay, beta, matrices, rows)
-        drafts: tuple[Drafts, ...] = ()
-        if rows.drafts is not None:
-            drafts = (
-                ConvDrafts(*of_drafts(rows, entering)),
-                DeltaDrafts(*of_drafts(rows, k, v, log_decay, beta)),
-            )
-        return out, (inputs, matrices), drafts
+        return run_delta(
+            ops, qkv, taps, log_decay, beta, inputs, matrices, rows, key_size=self.spec.key_size
+        )
+
+
+def run_delta(
+    ops: StateOps | None,
+    qkv: jax.Array,
+    taps: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    inputs: jax.Array,
+    matrices: jax.Array,
+    rows: StateRows,
+    *,
+    key_size: int,
+) -> tuple[jax.Array, States, tuple[Drafts, ...]]:
+    """Run the convolution and the delta rule for the heads of a device: outputs float32 [T, N, V],
+    the states, and what the ops got of drafts. `qkv` is [T, C], `beta` [T, N]."""
+    assert ops is not None, "the plan has no ops with states"
+    num_heads, value_size = matrices.shape[1], matrices.shape[3]
+    keys = (qkv.shape[1] - num_heads * value_size) // 2
+    entering = qkv
+    qkv, inputs = ops.conv(qkv, taps.T, None, inputs, rows, activation="silu")
+    q, k, v = (
+        each.reshape(len(qkv), -1, size)
+        for each, size in zip(
+            jnp.split(qkv, [keys, 2 * keys], axis=1), (key_size, key_size, value_size), strict=True
+        )
+    )
+    q, k = _of_length_one(q) * key_size**-0.5, _of_length_one(k)
+    out, matrices = ops.delta(q, k, v, log_decay, beta, matrices, rows)
+    drafts: tuple[Drafts, ...] = ()
+    if rows.drafts is not None:
+        drafts = (
+            ConvDrafts(*of_drafts(rows, entering)),
+            DeltaDrafts(*of_drafts(rows, k, v, log_decay, beta)),
+        )
+    return out, (inputs, matrices), drafts
 
 
 def _of_length_one(x: jax.Array) -> jax.Array:

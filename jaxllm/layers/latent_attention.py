@@ -45,7 +45,7 @@ class LatentAttentionSpec:
     # The size of what queries are made of; None: they are made of the hidden state itself.
     q_latent_size: int | None
     scale: float
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: that part is not rotated
     # Whether checkpoints have the two members of a rotated pair side by side. They are loaded as
     # the halves that `rotate` takes.
     rope_interleave: bool = True
@@ -120,9 +120,10 @@ class LatentAttention(nnx.Module):
             q = self._heat(q.reshape(len(x), spec.num_heads, -1), context)
             q_nope, q_rope = jnp.split(q, [spec.nope_size], axis=-1)
             latent, k_rope = jnp.split(row, [spec.latent_size], axis=-1)
-            assert context.rotary is not None
-            q_rope = rotate(q_rope, context.rotary)
-            k_rope = rotate(k_rope[:, None], context.rotary)[:, 0]
+            if spec.rope is not None:
+                assert context.rotary is not None
+                q_rope = rotate(q_rope, context.rotary)
+                k_rope = rotate(k_rope[:, None], context.rotary)[:, 0]
             row = jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=-1)
             q = jnp.concatenate([self.kv_b_proj.absorb(q_nope), q_rope], axis=-1)
             out, cache = self._attend(q, row, cache, context)

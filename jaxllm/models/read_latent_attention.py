@@ -40,13 +40,14 @@ FOLLOWING = dict.fromkeys(
 def read_latent_attention(
     config: HFConfig,
     *,
+    rotates: bool = True,
     rope_is_part_of_head: bool = False,
     **rope_options: Any,
 ) -> LatentAttentionSpec:
     """Read latent attention from the usual field names.
 
-    `rope_is_part_of_head`: partial_rotary_factor is the rotated share of a whole head, not of its
-    rotated part. `rope_options` are those of `read_rope`.
+    `rotates`: whether anything is rotated. `rope_is_part_of_head`: partial_rotary_factor is the
+    rotated share of a whole head, not of its rotated part. `rope_options` are those of `read_rope`.
     """
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -60,18 +61,9 @@ def read_latent_attention(
     head_size = nope + rope_size
     check_size("num_attention_heads times the size of a head", num_heads * head_size, _MAX_SIZE)
     check_size("num_attention_heads times v_head_dim", num_heads * value, _MAX_SIZE)
-    if rope_is_part_of_head:
-        share = rope_size / head_size
-        rope = read_rope(
-            config, head_size=head_size, may_be_partial=True, default_share=share, **rope_options
-        )
-    else:
-        rope = read_rope(config, head_size=rope_size, **rope_options)
-    if rope.size != rope_size:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor rotates {rope.size} elements of a head, which "
-            f"contradicts qk_rope_head_dim={rope_size}"
-        )
+    rope = None
+    if rotates:
+        rope = _read_rope(config, rope_size, head_size, rope_is_part_of_head, **rope_options)
     return LatentAttentionSpec(
         num_heads=num_heads,
         latent_size=latent,
@@ -81,13 +73,36 @@ def read_latent_attention(
         q_latent_size=(
             None if config.get("q_lora_rank") is None else config.integer("q_lora_rank")
         ),
-        scale=head_size**-0.5 * _magnitude(config, rope) ** 2,
+        scale=head_size**-0.5 * (1.0 if rope is None else _magnitude(config, rope)) ** 2,
         rope=rope,
-        rope_interleave=config.flag("rope_interleave", True),
+        rope_interleave=rotates and config.flag("rope_interleave", True),
         # The norms of latents have the epsilon of their class, whatever rms_norm_eps is.
         norm=RMSNormSpec(eps=1e-6),
         bias=config.flag("attention_bias"),
     )
+
+
+def _read_rope(
+    config: HFConfig,
+    rope_size: int,
+    head_size: int,
+    is_part_of_head: bool,
+    **options: Any,
+) -> RopeConfig:
+    """Read the rotation of so many elements of a head."""
+    if is_part_of_head:
+        share = rope_size / head_size
+        rope = read_rope(
+            config, head_size=head_size, may_be_partial=True, default_share=share, **options
+        )
+    else:
+        rope = read_rope(config, head_size=rope_size, **options)
+    if rope.size != rope_size:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor rotates {rope.size} elements of a head, which "
+            f"contradicts qk_rope_head_dim={rope_size}"
+        )
+    return rope
 
 
 def _magnitude(config: HFConfig, rope: RopeConfig) -> float:
@@ -100,9 +115,11 @@ def _magnitude(config: HFConfig, rope: RopeConfig) -> float:
 
 
 def with_latents(names: CheckpointMap, architecture: Architecture) -> CheckpointMap:
-    """The map for checkpoints with latent attention in all layers."""
-    ((spec,), *_) = (layer.mixers for layer in architecture.layers)
-    assert isinstance(spec, LatentAttentionSpec)
+    """The map for checkpoints with latent attention, the same in all layers that have it."""
+    mixers = (mixer for layer in architecture.layers for mixer in layer.mixers)
+    spec = next((mixer for mixer in mixers if isinstance(mixer, LatentAttentionSpec)), None)
+    if spec is None:
+        return names
     return names.with_rules(
         q_proj=_rotated(spec, "q_proj", spec.nope_size),
         q_b_proj=_rotated(spec, "q_b_proj", spec.nope_size),

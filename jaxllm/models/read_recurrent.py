@@ -26,7 +26,7 @@ LINEAR = "linear_attention"
 # Names of attention and of Mamba2 in older configs.
 ATTENTION, MAMBA = "attention", "mamba"
 
-_MOST_STATE = 1 << 24  # elements of a layer's state of one request
+MOST_STATE = 1 << 24  # elements of a layer's state of one request
 _MOST_TAPS = 64
 
 # Fields of Mamba2 mixers that no reader needs.
@@ -73,7 +73,7 @@ def read_layer_numbers(config: HFConfig, name: str) -> list[int] | None:
 
 def read_gated_delta(config: HFConfig) -> GatedDeltaSpec:
     """Read a gated delta net, from the field names of Qwen."""
-    _check_activation(config, "hidden_act")
+    check_activation(config, "hidden_act")
     num_key_heads = config.integer("linear_num_key_heads", 16)
     num_heads = config.integer("linear_num_value_heads", 32)
     if num_heads % num_key_heads:
@@ -92,7 +92,7 @@ def read_gated_delta(config: HFConfig) -> GatedDeltaSpec:
     check_size(
         "linear_num_value_heads times linear_key_head_dim times linear_value_head_dim",
         spec.num_heads * spec.key_size * spec.value_size,
-        _MOST_STATE,
+        MOST_STATE,
     )
     return spec
 
@@ -111,7 +111,7 @@ def read_mamba(
     says. `activation` is the field that names the function behind the convolution, `others` are
     fields of the spec.
     """
-    _check_activation(config, activation)
+    check_activation(config, activation)
     num_heads = config.integer("mamba_n_heads", 128)
     num_groups = config.integer("mamba_n_groups", 1)
     if inner_size is None:
@@ -148,7 +148,7 @@ def read_mamba(
     check_size(
         "the size of all heads of a Mamba2 mixer times its state size",
         spec.num_heads * spec.head_size * spec.state_size,
-        _MOST_STATE,
+        MOST_STATE,
     )
     return spec
 
@@ -167,7 +167,7 @@ def _read_step_limits(config: HFConfig) -> tuple[float, float]:
     )
 
 
-def _check_activation(config: HFConfig, name: str) -> None:
+def check_activation(config: HFConfig, name: str) -> None:
     function = config.get(name) or "silu"
     if function not in ("silu", "swish"):
         raise UnsupportedModelError(
@@ -192,6 +192,17 @@ def taps(place: Place) -> Source:
         return place.plain_tensor(place.module, (channels,))
     (width,) = place.pieces[0][1:]
     return ViewedAs(place.plain_tensor(place.module, (channels, 1, width)), (channels, width))
+
+
+def taps_apart(place: Place) -> Source:
+    """The taps of queries, keys and values, which are tensors [C, 1, W] of their own."""
+    names = ("q_conv1d", "k_conv1d", "v_conv1d")
+    return Concat(
+        tuple(
+            ViewedAs(place.plain_tensor(name, (channels, 1, width)), (channels, width))
+            for name, (channels, width) in zip(names, place.pieces, strict=True)
+        )
+    )
 
 
 def final_norm_at(name: str) -> Rule:

@@ -48,6 +48,7 @@ from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.kimi_delta import KimiDeltaSpec
 from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.short_conv import ShortConvSpec
@@ -59,8 +60,9 @@ from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_su
 
 logger = init_logger(__name__)
 
-# Mixers that begin with a short convolution.
-_WITH_CONVOLUTIONS = {GatedDeltaSpec, MambaSpec, ShortConvSpec}
+# Mixers with the gated delta rule, and all that begin with a short convolution.
+_DELTA = {GatedDeltaSpec, KimiDeltaSpec}
+_WITH_CONVOLUTIONS = _DELTA | {MambaSpec, ShortConvSpec}
 
 # Up to this many tokens, operations between products cost little.
 _FREE_PADDING = 128
@@ -237,7 +239,7 @@ def choose_state_ops(
     try:
         if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
             ops = replace(ops, conv=NativeConv.load(library, dtype))
-        if GatedDeltaSpec in mixers:
+        if not mixers.isdisjoint(_DELTA):
             ops = replace(ops, delta=NativeDelta.load(library))
     except ValueError as error:
         logger.warning("recurrent layers: XLA's loops, not 'native', since %s", error)

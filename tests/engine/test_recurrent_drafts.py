@@ -126,7 +126,9 @@ def test_an_answer_has_the_snapshots_that_it_has_without_drafts(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "mamba2", "lfm2", "falcon_h1", "nemotron_h", "kimi_linear"]
+)
 def test_drafts_change_no_token_of_other_families(family, tmp_path, script, assert_same):
     model = str(make_tiny_checkpoint(tmp_path, family))
     expected = LLM(model, **BASE).generate(PROMPTS, PARAMS, use_tqdm=False)

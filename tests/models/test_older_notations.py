@@ -170,6 +170,8 @@ def test_activation_of_gemma(fields, activation):
     [
         ("gpt2", lambda name: name.removeprefix("transformer."), ["h.0.attn.bias"]),
         ("gpt2", lambda name: name, ["transformer.h.1.attn.masked_bias"]),
+        # As transformers saves it.
+        ("kimi_linear", lambda name: name.replace("0.mlp.", "0.block_sparse_moe."), []),
         (
             "gpt_neox",
             lambda name: name,

@@ -110,6 +110,14 @@ LAYERS = ["full_attention", "sliding_attention"]
             {"rope_theta": None, "rope_parameters": None},
             "rope_parameters=None is not supported, since it may mean",
         ),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False is not supported"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [3]}},
+            "must have each of the layers 1 to 4 once",
+        ),
+        ("kimi_linear", {"layer_types": ["linear_attention"] * 4}, "layer_types contradicts kda"),
+        ("kimi_linear", {"mlp_layer_types": ["dense"]}, "supported is dense or sparse for each"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for convolutions"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 is not supported; supported are 2 to 64"),
         (

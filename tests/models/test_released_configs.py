@@ -100,6 +100,7 @@ SIZES = {
     "Qwen3-VL 30B-A3B": 30.53,
     "Qwen3.5 27B": 26.90,
     "Qwen3.6 35B-A3B": 34.66,
+    "Kimi-Linear 48B-A3B": 49.12,
 }
 WITH_TOWERS = {
     "Qwen2.5-VL 7B": 8.29,

@@ -14,17 +14,15 @@ from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import (
     LLAMA_NAMES,
     CheckpointMap,
-    Concat,
     Place,
     Source,
-    ViewedAs,
     as_named,
     concatenated,
 )
 from jaxllm.models.families.olmo2 import olmo_layer
 from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
-from jaxllm.models.read_recurrent import LINEAR, read_gated_delta, read_kinds
+from jaxllm.models.read_recurrent import LINEAR, read_gated_delta, read_kinds, taps_apart
 from jaxllm.models.rope_parameters import read_rope
 from jaxllm.models.specs import Architecture, LayerSpec
 
@@ -105,21 +103,10 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     return LLAMA_NAMES.with_rules(
         in_proj_qkvz=concatenated("q_proj", "k_proj", "v_proj", "g_proj"),
         in_proj_ba=concatenated("b_proj", "a_proj"),
-        conv1d=_taps,
+        conv1d=taps_apart,
         norm=_norm,
         post_attention_layernorm=norm_behind_mixer,
     ).with_names(out_proj="o_proj", input_layernorm="attention_layer_norm")
-
-
-def _taps(place: Place) -> Source:
-    """The taps of queries, keys and values, which are tensors [C, 1, W] of their own."""
-    names = ("q_conv1d", "k_conv1d", "v_conv1d")
-    return Concat(
-        tuple(
-            ViewedAs(place.plain_tensor(name, (channels, 1, width)), (channels, width))
-            for name, (channels, width) in zip(names, place.pieces, strict=True)
-        )
-    )
 
 
 def _norm(place: Place) -> Source:
