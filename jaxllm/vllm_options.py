@@ -40,9 +40,8 @@ _ABSENT: dict[str, tuple[str, ...]] = {
     "weights and KV cache are on the devices; --tensor-parallel-size takes more of them": (
         "cpu_offload_gb",
     ),
-    "the KV cache is not handed to other engines": (
-        "ec_transfer_config", "kv_events_config", "kv_transfer_config",
-    ),
+    "nobody is told of blocks and embeddings": ("ec_transfer_config", "kv_events_config"),
+    "give its fields alone: --kv-role, --kv-ip, --kv-port": ("kv_transfer_config",),
     "a sequence is not cut over devices; --tensor-parallel-size cuts the model": (
         "decode_context_parallel_size", "prefill_context_parallel_size",
     ),

@@ -64,3 +64,22 @@ def test_any_number_of_devices_gives_the_same_tokens(engines, model, same_answer
     for answer in answers:
         same_answers(answer, expected)
         assert answer["expert_tokens"] == expected["expert_tokens"]
+
+
+@pytest.mark.sweep
+def test_eight_devices_have_an_expert_each(engines, same_answers, tmp_path):
+    model = make_tiny_checkpoint(
+        tmp_path, "qwen3_moe", num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2
+    )
+    over_eight = {"tensor_parallel_size": 8, "enable_expert_parallel": True}
+    in_stages = {
+        "tensor_parallel_size": 4,
+        "pipeline_parallel_size": 2,
+        "enable_expert_parallel": True,
+    }
+    counted = [way | {"count_expert_tokens": True} for way in ({}, over_eight, in_stages)]
+    expected, *answers = engines(model, *counted)
+    assert sum(expected["expert_tokens"]) > 0
+    for answer in answers:
+        same_answers(answer, expected)
+        assert answer["expert_tokens"] == expected["expert_tokens"]
