@@ -27,6 +27,10 @@ class BrokenConnectionError(JaxLLMError):
     """The connection ended before the response did."""
 
 
+class NotConnectedError(OSError):
+    """There was no connection, so the server knows nothing of the request."""
+
+
 class _UnansweredError(BrokenConnectionError):
     """No byte of the response has arrived."""
 
@@ -34,7 +38,17 @@ class _UnansweredError(BrokenConnectionError):
 class HTTPClient:
     """Reusable connections to one server. All methods must run on one event loop."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False):
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        *,
+        insecure: bool = False,
+        reuses: bool = True,
+        connect_timeout: float | None = None,
+    ):
+        """With `reuses` connections are used again. If the server has closed one, a request is sent
+        once more, which it may have seen, so leave it out where that must not be."""
         try:
             url = urlsplit(base_url)
             port = url.port
@@ -53,6 +67,8 @@ class HTTPClient:
                 raise refused("header", f"{name}={value}", "a header is one line")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[tuple[float, _Connection]] = []
+        self._reuses = reuses
+        self._connect_timeout = connect_timeout
 
     async def get(self, path: str, sink: Sink) -> int:
         return await self.request("GET", path, b"", {}, sink)
@@ -94,9 +110,13 @@ class HTTPClient:
                 return await self._exchange(connection, request, sink, on_head)
             except _UnansweredError:
                 pass  # the server closed the connection before it saw the request
-        _, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, self._host, self._port, ssl=self._ssl
-        )
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    _Connection, self._host, self._port, ssl=self._ssl
+                )
+        except OSError as error:  # TimeoutError is one, too
+            raise NotConnectedError(*error.args) from error
         return await self._exchange(connection, request, sink, on_head)
 
     async def _exchange(
@@ -107,7 +127,7 @@ class HTTPClient:
         except BaseException:
             connection.close()
             raise
-        if connection.is_reusable:
+        if connection.is_reusable and self._reuses:
             self._idle.append((time.monotonic(), connection))
         else:
             connection.close()

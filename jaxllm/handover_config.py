@@ -41,7 +41,9 @@ class HandOverConfig:
     def takes(self) -> bool:
         return self.kv_role in ("kv_consumer", "kv_both")
 
-    def check(self, kv_offloading_size: float | None, num_replicas: int) -> None:
+    def check(
+        self, kv_offloading_size: float | None, num_replicas: int, iteration_timeout: float
+    ) -> None:
         """Refuse what is wrong for every model."""
         if self.kv_role is None:
             if self.kv_secret_file is not None:
@@ -63,6 +65,9 @@ class HandOverConfig:
             raise refused("kv_ip", self.kv_ip, "others are told it; give one of this host's own")
         if not (math.isfinite(self.kv_timeout) and self.kv_timeout > 0):
             raise refused("kv_timeout", self.kv_timeout, "give a number of seconds above 0")
+        if 0 < iteration_timeout <= self.kv_timeout:
+            why = f"an engine that waits for engine_iteration_timeout={iteration_timeout:g} is dead"
+            raise refused("kv_timeout", self.kv_timeout, f"{why}; give less")
         self.read_secret()
 
     def read_secret(self) -> bytes:

@@ -201,6 +201,7 @@ class Add(msgspec.Struct, tag=True):
                 seed=one.seed,
                 sampling_params=params,
                 prefix_leader_id=first.request_id,
+                source=None,  # it finds the blocks of the first
             )
             for one in self.others
         ]

@@ -120,9 +120,10 @@ class EngineCore:
         self.executor.check()
 
     def progress(self) -> list[int | None]:
-        """How many steps have ended, or None if there is nothing to do; one entry per replica, here
-        one. Any thread may call this."""
-        return [self.in_flight.num_ended if self.has_work() else None]
+        """How many steps have ended and blocks have arrived, or None if there is nothing to do; one
+        entry per replica, here one. Any thread may call this."""
+        num_arrived = 0 if self.tier is None else self.tier.num_arrived
+        return [self.in_flight.num_ended + num_arrived if self.has_work() else None]
 
     @property
     def spare_s(self) -> float:

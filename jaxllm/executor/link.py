@@ -16,9 +16,9 @@ import zmq
 import zmq.auth.thread
 import zmq.utils.monitor
 
-from jaxllm.curve import OneKey
 from jaxllm.errors import EngineDeadError
 from jaxllm.logging import init_logger
+from jaxllm.sockets import OneKey, end_context
 from jaxllm.watch import AWAY_S
 
 logger = init_logger(__name__)
@@ -30,8 +30,6 @@ _SILENCE_S = 15.0
 _SILENCE_AFTER_BREAK_S = 4.0
 # For the first beat: JAX may have to find the devices before.
 _MEETING_S = 300.0
-# For the last messages, which linger for a second, to be sent at the end.
-_END_S = 10.0
 _LEADER = b"0"
 
 
@@ -145,7 +143,7 @@ class LeaderLink:
         self._doorman.stop()
         self._steps.close(linger=1000)
         self._reports.close(linger=0)
-        _end(self._context)
+        end_context(self._context)
 
 
 class PeerLink:
@@ -188,7 +186,7 @@ class PeerLink:
         self._pulse.stop()
         self._steps.close(linger=0)
         self._reports.close(linger=1000)
-        _end(self._context)
+        end_context(self._context)
 
 
 class _Pulse(threading.Thread):
@@ -269,16 +267,6 @@ class _Pulse(threading.Thread):
                 if self._on_loss is not None:
                     self._on_loss(self.lost)
                 return
-
-
-def _end(context: "zmq.Context[Any]") -> None:
-    """End a context whose sockets are closed. Under load libzmq once waited for ever for its own
-    threads, and an engine that ends must not hang, so its process leaves them behind."""
-    ending = threading.Thread(target=context.term, name="end of links", daemon=True)
-    ending.start()
-    ending.join(_END_S)
-    if ending.is_alive():
-        logger.warning("the connections between ranks did not end in %g s", _END_S)
 
 
 def _settle(one: "zmq.Socket[Any]") -> None:

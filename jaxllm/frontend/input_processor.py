@@ -117,6 +117,7 @@ class InputProcessor:
         if embeds is not None and params.prompt_logprobs is not None:
             why = "a prompt of embeddings has no tokens that could have some; leave it out"
             raise refused("prompt_logprobs", params.prompt_logprobs, why)
+        self.images.check_logprobs(items, params.prompt_logprobs)
         read_ids = token_ids if embeds is None else []
         grammar = self._forms.grammar(params.structured_outputs, text, read_ids, reasoning)
         params.structured_outputs = None  # the engine gets the grammar alone

@@ -93,8 +93,13 @@ class PooledRequest:
             if self.params.task in ("embed", "classify"):
                 (vectors,) = vectors
             elif self._pooling.tok_pooling == "STEP":
-                vectors = at_steps(vectors, self.prompt_token_ids, self._pooling, self.params)
-            data = PoolingOutput(finished(vectors, self._pooling, self.params))
+                vectors = self._at_steps(vectors)
+            # Of probabilities those that are wanted: alone they would all be 1.
+            if self._pooling.is_embedding:
+                data = finished(self._columns(vectors), self._pooling, self.params)
+            else:
+                data = self._columns(finished(vectors, self._pooling, self.params))
+            data = PoolingOutput(data)
         return PoolingRequestOutput(
             request_id=self.request_id,
             outputs=data,
@@ -104,6 +109,20 @@ class PooledRequest:
             metrics=self.metrics,
             error=self._error,
         )
+
+    def _at_steps(self, vectors: np.ndarray) -> np.ndarray:
+        """Of the vectors of all tokens those at the ends of steps."""
+        tag = self.params.step_tag_id
+        tag = self._pooling.step_tag_id if tag is None else tag
+        return vectors if tag is None else vectors[np.array(self.prompt_token_ids) == tag]
+
+    def _columns(self, vectors: np.ndarray) -> np.ndarray:
+        """The wanted numbers of vectors at the ends of steps."""
+        wanted = self.params.returned_token_ids
+        wanted = self._pooling.returned_token_ids if wanted is None else wanted
+        if wanted is None or self.params.task in ("embed", "classify"):
+            return vectors
+        return vectors[:, self._pooling.columns(wanted)]
 
     def finished(self) -> FinishedRequest:
         """The record of the finished request for metrics and traces."""
@@ -119,18 +138,6 @@ class PooledRequest:
             times=self.metrics,
             end_time=time.time(),
         )
-
-
-def at_steps(
-    vectors: np.ndarray, token_ids: Sequence[int], pooling: Pooling, params: PoolingParams
-) -> np.ndarray:
-    """Of the vectors of all tokens those at the ends of steps, and of these the wanted scores."""
-    tag, wanted = params.step_tag_id, params.returned_token_ids
-    tag = pooling.step_tag_id if tag is None else tag
-    wanted = pooling.returned_token_ids if wanted is None else wanted
-    if tag is not None:
-        vectors = vectors[np.array(token_ids) == tag]
-    return vectors if wanted is None else vectors[:, pooling.columns(wanted)]
 
 
 def finished(vectors: np.ndarray, pooling: Pooling, params: PoolingParams) -> np.ndarray:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.auth.thread
 
-from jaxllm.curve import OneKey
 from jaxllm.errors import refused
 from jaxllm.handover.mailbox import Mailbox
 from jaxllm.handover.secret import key_of_givers, key_of_takers
 from jaxllm.handover.source import BlockSource
 from jaxllm.handover.wire import FOREIGN, HERE, MISSING, Wanted, digest
 from jaxllm.logging import init_logger
+from jaxllm.sockets import OneKey, end_context
 
 logger = init_logger(__name__)
 
@@ -75,12 +75,13 @@ class Door:
         self._socket.close()
         self._found.close()
         self._doorman.stop()
-        self._context.term()
+        end_context(self._context)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._found.socket, zmq.POLLIN)
+        again_at = 0.0
         while True:
             ready = dict(poller.poll(int(1000 * _AGAIN_S) if self._again else None))
             if self._socket in ready:
@@ -90,7 +91,8 @@ class Door:
                 if found is None:
                     return
                 self._answer(*found)
-            if not ready:
+            if self._again and time.monotonic() >= again_at:
+                again_at = time.monotonic() + _AGAIN_S
                 again, self._again = self._again, []
                 for question in again:
                     self._ask(question)

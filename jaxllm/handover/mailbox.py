@@ -16,8 +16,11 @@ class Mailbox(Generic[Item]):
         address = f"inproc://mailbox-{id(self)}"
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.socket = context.socket(zmq.PULL)
-        self.socket.bind(address)
         self._bell = context.socket(zmq.PUSH)
+        for one in (self.socket, self._bell):  # no thread that puts may wait
+            one.setsockopt(zmq.SNDHWM, 0)
+            one.setsockopt(zmq.RCVHWM, 0)
+        self.socket.bind(address)
         self._bell.connect(address)
         self._ringing = threading.Lock()
 

@@ -1,7 +1,7 @@
 """Takes blocks from other engines, in a thread of its own.
 
-It asks each of them for a few blocks at a time. One that says nothing for too long is taken for
-lost, and all that was asked of it is missing.
+It asks each of them for a few blocks at a time. A block that does not come in time is missing, and
+so is all that is asked of an engine that says nothing for so long.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from jaxllm.handover.secret import key_of_givers, key_of_takers
 from jaxllm.handover.source import BlockSource
 from jaxllm.handover.wire import FOREIGN, HERE, Wanted, digest
 from jaxllm.logging import init_logger
+from jaxllm.sockets import end_context
 
 logger = init_logger(__name__)
 
@@ -37,7 +38,8 @@ class _Giver:
     socket: "zmq.Socket[bytes]"
     heard: float
     to_ask: deque[tuple[Wanted, Taken]] = field(default_factory=deque)
-    asked: dict[bytes, list[Taken]] = field(default_factory=dict)
+    # By key: when it was asked for, and who wants it.
+    asked: dict[bytes, tuple[float, list[Taken]]] = field(default_factory=dict)
 
 
 class Taker:
@@ -62,7 +64,7 @@ class Taker:
         self._questions.put(None)
         self._thread.join()
         self._questions.close()
-        self._context.term()
+        end_context(self._context)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -75,7 +77,10 @@ class Taker:
             for source, giver in list(self._givers.items()):
                 if giver.socket in ready:
                     self._receive(source, giver)
-                if reason := self._why_to_leave(giver):
+                reason = self._why_to_leave(giver)
+                if not reason:
+                    self._give_up(giver)
+                else:
                     self._leave(source, reason)
                     poller.unregister(giver.socket)
             if self._questions.socket in ready:
@@ -110,11 +115,11 @@ class Taker:
             wanted, taken = giver.to_ask.popleft()
             key = wanted.encode()
             if key in giver.asked:
-                giver.asked[key].append(taken)
+                giver.asked[key][1].append(taken)
                 continue
             if not giver.asked:
                 giver.heard = time.monotonic()
-            giver.asked[key] = [taken]
+            giver.asked[key] = (time.monotonic(), [taken])
             with contextlib.suppress(zmq.ZMQError):  # then it is silent
                 giver.socket.send_multipart([self._identity, key], zmq.NOBLOCK)
 
@@ -134,8 +139,15 @@ class Taker:
                 "computed here",
                 source,
             )
-        for taken in giver.asked.pop(key, ()):
+        for taken in giver.asked.pop(key, (0.0, ()))[1]:
             taken(parts)
+
+    def _give_up(self, giver: _Giver) -> None:
+        """Let what was asked for too long ago be missing. The oldest is first."""
+        limit = time.monotonic() - self._timeout
+        while giver.asked and next(iter(giver.asked.values()))[0] < limit:
+            for taken in giver.asked.pop(next(iter(giver.asked)))[1]:
+                taken(None)
 
     def _why_to_leave(self, giver: _Giver) -> str:
         silence = time.monotonic() - giver.heard
@@ -146,7 +158,7 @@ class Taker:
     def _leave(self, source: BlockSource, reason: str) -> None:
         giver = self._givers.pop(source)
         giver.socket.close()
-        lost = [taken for its in giver.asked.values() for taken in its]
+        lost = [taken for _, its in giver.asked.values() for taken in its]
         lost += [taken for _, taken in giver.to_ask]
         if lost and reason:
             logger.warning("%d blocks of %s do not come: %s", len(lost), source, reason)

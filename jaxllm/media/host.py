@@ -115,7 +115,9 @@ class Images:
         if self._spec.sees_all:
             for image in request.images:
                 if image.start < end < image.end:
-                    return max(0, image.start - start)
+                    end = max(start, image.start)
+                    n = end - start
+                    break
         for placed in using.images:
             first, last = placed.part(start, end)
             if first == last or placed.item.digest in self._wanted:

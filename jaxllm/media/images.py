@@ -22,6 +22,7 @@ from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_file, read_url
 from jaxllm.plural import counted
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
 DATA, UUIDS, KWARGS = "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"
 # The keys of a prompt that say something of images.
@@ -116,6 +117,13 @@ class Images:
             )
         token_ids, items = self._place(token_ids, images)
         return length.fit(token_ids), items
+
+    def check_logprobs(self, items: Sequence[ImageItem], prompt_logprobs: int | None) -> None:
+        """Refuse so many that a prompt would be computed token by token, if that cut an image."""
+        if items and self._spec is not None and self._spec.sees_all:
+            if prompt_logprobs is not None and prompt_logprobs > MAX_STEP_LOGPROBS:
+                why = f"with images of this model at most {MAX_STEP_LOGPROBS}"
+                raise refused("prompt_logprobs", prompt_logprobs, why)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

@@ -38,7 +38,7 @@ def _identity(plan: EnginePlan, about: Callable[[Path], Any]) -> bytes:
     files = sorted(
         (path.relative_to(plan.model_dir).as_posix(), path.stat().st_size, about(path))
         for path in plan.model_dir.rglob("*")
-        if path.is_file()
+        if path.is_file() and not _is_hidden(path.relative_to(plan.model_dir))
     )
     caches = [
         [(cache.shape[1:], str(cache.dtype)) for cache in stage.cache_shapes]
@@ -47,6 +47,11 @@ def _identity(plan: EnginePlan, about: Callable[[Path], Any]) -> bytes:
     windows = [group.window for group in plan.cache_groups]
     how = (plan.load_format, plan.seed if plan.load_format == "dummy" else None)
     return repr(([facts[name] for name in _FACTS], files, caches, windows, how)).encode()
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a file is none of the model's, such as the notes of who has downloaded it."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _sampled(path: Path) -> bytes:

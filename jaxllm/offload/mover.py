@@ -237,9 +237,15 @@ class BlockMover:
 
     def _note_places(self, moves: BlockMoves) -> None:
         """Note which places pass on."""
-        stores = [(group, place) for group, _, place in moves.stores.tolist()]
-        for group, place, *_ in [*stores, *moves.reads, *moves.takes]:
-            self._inventory.await_content(group, place, moves.number)
+        stores = [
+            (group, place, content)
+            for (group, _, place), content in zip(
+                moves.stores.tolist(), moves.contents, strict=True
+            )
+        ]
+        takes = [take[:3] for take in moves.takes]
+        for group, place, content in [*stores, *moves.reads, *takes]:
+            self._inventory.await_content(group, place, moves.number, content)
             self._unwritten.pop((group, place), None)
 
     def _ask_others(self, moves: BlockMoves) -> None:
@@ -260,13 +266,13 @@ class BlockMover:
         parts = self._pools[group].parts(place)
         ok = (
             given is not None
-            and self._inventory.awaits(group, place, number)
+            and self._inventory.awaits(group, place, number, content)
             and [memoryview(its).nbytes for its in given] == [part.nbytes for part in parts]
         )
         if ok and given is not None:
             for part, its in zip(parts, given, strict=True):
                 part.reshape(-1).view(np.uint8)[:] = np.frombuffer(its, np.uint8)
-            self._inventory.put(group, place, content)
+            self._inventory.put(group, place, number, content)
         self._arrivals.put([Arrival(number, group, content, ok, is_of_others=True)])
 
     def _copy_of(self, group: int, content: bytes) -> list[bytes] | None:
@@ -289,7 +295,7 @@ class BlockMover:
             copy.arrays = []
             arrivals += [Arrival(number, copy.group, its, ok) for its in copy.contents]
             for place, content in zip(copy.places, copy.contents, strict=True) if ok else ():
-                self._inventory.put(copy.group, place, content)
+                self._inventory.put(copy.group, place, number, content)
                 if self._files is not None:
                     self._unwritten[copy.group, place] = content
         told = {(its.group, its.content) for its in arrivals}
@@ -317,7 +323,7 @@ class BlockMover:
             assert self._files is not None
             ok = self._files.read(group, content, self._pools[group].parts(place))
             if ok:
-                self._inventory.put(group, place, content)
+                self._inventory.put(group, place, moves.number, content)
             arrivals.append(Arrival(moves.number, group, content, ok))
         return arrivals
 

@@ -121,7 +121,8 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     def _given(self) -> list[Any]:
         """The prompts: files of embeddings, then the others."""
         embeds = self._embeds
-        if embeds and not self.prompt:  # clients of OpenAI must give one, and give an empty one
+        # Clients of OpenAI must give one, and give an empty one.
+        if embeds and self.prompt in (None, "", []):
             return embeds
         return [*embeds, *(self.prompt if self._has_several else [self.prompt])]
 
@@ -132,6 +133,8 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
 
     def _check_embeds(self) -> None:
         """Refuse what embeddings have not."""
+        if self.prompt_embeds is not None and not self._embeds:
+            raise refused("prompt_embeds", self.prompt_embeds, "give one file at least")
         if not self._embeds:
             return
         for name in ("echo", "suffix", "prompt_logprobs"):

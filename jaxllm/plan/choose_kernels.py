@@ -1,5 +1,6 @@
 """Chooses the kernels for a chip, once per engine. A fallback is always logged."""
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -236,13 +237,16 @@ def choose_state_ops(
     if is_encoder or isinstance(library, NoLibrary):  # the reason is logged already
         return ops
     mixers = {type(mixer) for layer in architecture.layers for mixer in layer.mixers}
-    try:
-        if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
-            ops = replace(ops, conv=NativeConv.load(library, dtype))
-        if not mixers.isdisjoint(_DELTA):
-            ops = replace(ops, delta=NativeDelta.load(library))
-    except ValueError as error:
-        logger.warning("recurrent layers: XLA's loops, not 'native', since %s", error)
+    load: dict[str, Callable[[], Any]] = {}
+    if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
+        load["conv"] = functools.partial(NativeConv.load, library, dtype)
+    if not mixers.isdisjoint(_DELTA):
+        load["delta"] = functools.partial(NativeDelta.load, library)
+    for name, its in load.items():
+        try:
+            ops = replace(ops, **{name: its()})
+        except ValueError as error:
+            logger.warning("%s of recurrent layers: XLA's loops, since %s", name, error)
     return ops
 
 

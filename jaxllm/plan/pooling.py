@@ -137,7 +137,8 @@ def _choose(
     convert = config.pooling.convert
     names = [str(name) for name in hf_config.get("architectures") or ()]
     steps = any(name.endswith(_PROCESS_REWARD) for name in names)
-    by_logits = not steps and not any(map(_is_headless, names)) and asked.returned_token_ids
+    by_logits = sentence is None and not steps and not any(map(_is_headless, names))
+    by_logits = by_logits and asked.returned_token_ids
     if convert in ("auto", "none"):
         classifies = steps or by_logits or any(_CLASSIFIER in name for name in names)
         convert = "classify" if classifies else "embed"
@@ -151,6 +152,10 @@ def _choose(
         pooling, head = _classifier(architecture, model_dir, how, steps=steps)
     else:
         pooling, head = _embedder(architecture, sentence, how)
+    tag, size = asked.step_tag_id, architecture.vocab_size
+    if tag is not None and tag >= size:
+        why = f"no such token; ids of this model are below {size}"
+        raise refused("pooler_config.step_tag_id", tag, why)
     changes: dict[str, Any] = _step_pooling(asked, pooling, steps=steps)
     if asked.task is not None:
         if asked.task not in pooling.tasks:

@@ -176,9 +176,13 @@ class _Tensor(msgspec.Struct):
 
 def _shaped(data: bytes, name: str, shape: list[int], order: Any) -> np.ndarray:
     dtype, count = _TYPES[name], 1
+    # Neither numpy nor an error's text copes with every number.
+    if len(shape) > 3 or not all(0 <= size < 1 << 31 for size in shape):
+        why = "it must be [tokens, hidden size]"
+        raise refused(KEY, f"an array of shape {str(shape[:4])[:80]}", why)
     for size in shape:
         count *= size
-    if min(shape, default=0) < 0 or len(data) != count * dtype.itemsize:
+    if len(data) != count * dtype.itemsize:
         why = f"it has {len(data)} bytes, where {name} needs {count * dtype.itemsize}"
         raise refused(KEY, f"an array of shape {shape}", why)
     return np.frombuffer(data, dtype).reshape(shape, order=order)

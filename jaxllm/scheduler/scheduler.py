@@ -202,9 +202,8 @@ class Scheduler:
             if not self._results.dispatched and self._release(wait=True):
                 return self.schedule()
             if not self._results.dispatched and self._places.requests:
-                if tier is not None and tier.await_arrivals():
-                    return self.schedule()
-                assert tier is not None and tier.has_coming, (
+                # The caller asks again: new requests and orders come in between.
+                assert tier is not None and (tier.await_arrivals() or tier.has_coming), (
                     f"{len(self._places.requests)} unfinished requests; none of them can ever run"
                 )
             self._settle()

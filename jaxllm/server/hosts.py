@@ -8,23 +8,34 @@ to other sites without asking them first; `Origin` shows that a page sent them.
 import ipaddress
 import socket
 from collections.abc import Collection
+from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.server.errors import HTTPError, error_response
-from jaxllm.server.options import ServerOptions
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+class Names(Protocol):
+    """The options of a server that say how it is called, and by whom."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def allowed_hosts(self) -> Collection[str]: ...
+
+    @property
+    def allowed_origins(self) -> Collection[str]: ...
 
 
 class KnownHosts:
     """A middleware that refuses requests with an unknown host name and, if the server needs no key,
     requests from pages of other sites."""
 
-    def __init__(
-        self, app: ASGIApp, options: ServerOptions, is_open: bool, any_host: Collection[str]
-    ):
+    def __init__(self, app: ASGIApp, options: Names, is_open: bool, any_host: Collection[str]):
         """Paths of `any_host` may be requested by any host name. They reveal nothing, and health
         probes often know no right name."""
         self._app = app

@@ -19,15 +19,18 @@ import prometheus_client
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from jaxllm.async_http import BrokenConnectionError, HTTPClient
+from jaxllm.async_http import BrokenConnectionError, HTTPClient, NotConnectedError
 from jaxllm.handover.params import NAME
 from jaxllm.logging import init_logger
 from jaxllm.openai.errors import UnavailableError
-from jaxllm.server.errors import HTTPError, error_response
+from jaxllm.server.disconnect import while_connected
+from jaxllm.server.errors import Disconnected, HTTPError, error_response
+from jaxllm.server.hosts import KnownHosts
 from jaxllm.server.http_protocol import limited_protocol
 from jaxllm.server.route_options import RouteOptions
 
@@ -36,6 +39,7 @@ logger = init_logger(__name__)
 _TWO_STEPS = ("/v1/chat/completions", "/v1/completions")
 # An engine that could not be reached gets no request for so long, unless all others are so too.
 _AWAY_S = 5.0
+_CONNECT_S = 5.0
 # Of a client's headers, what the engines need.
 _PASSED_ON = ("authorization", "x-api-key", "x-request-id", "traceparent", "tracestate")
 _MAX_HEADER_BYTES, _CLIENT_TIMEOUT_S = 64 << 10, 60.0
@@ -105,8 +109,13 @@ class Router:
 
     def __init__(self, options: RouteOptions) -> None:
         self._options = options
-        self._prefill = [Backend(url, HTTPClient(url, {})) for url in options.prefill]
-        self._decode = [Backend(url, HTTPClient(url, {})) for url in options.decode]
+        self._prefill, self._decode = (
+            [
+                Backend(url, HTTPClient(url, {}, reuses=False, connect_timeout=_CONNECT_S))
+                for url in urls
+            ]
+            for urls in (options.prefill, options.decode)
+        )
         self.figures = Figures({"prefill": self._prefill, "decode": self._decode})
 
     async def completion(self, request: Request) -> Response:
@@ -117,7 +126,8 @@ class Router:
         if given is None or any(given.get(name) for name in (NAME, *_ASKS_ABOUT_PROMPT)):
             return await self._answered(request, body, headers, "passed_on")
         began = time.monotonic()
-        answer = await self._computed(request.url.path, given, headers)
+        work = self._computed(request.url.path, given, headers)
+        answer = await while_connected(request.receive, work)
         if answer is not None and answer.status == 200:
             self.figures.prefill_seconds.observe(time.monotonic() - began)
             transfer = (_parsed(bytes(answer.body)) or {}).get(NAME)
@@ -147,15 +157,15 @@ class Router:
         mine = {name: value for name, value in given.items() if name not in _OF_THE_ANSWER}
         mine |= {"max_tokens": 1, NAME: {"do_remote_decode": True, "do_remote_prefill": False}}
         body = json.dumps(mine).encode()
-        try:
-            async with asyncio.timeout(self._options.prefill_timeout):
-                for backend in sorted(self._prefill, key=_order):
-                    try:
-                        return await self._answer(backend, path, body, headers)
-                    except (OSError, BrokenConnectionError) as error:
-                        self._note_away(backend, error)
-        except TimeoutError:
-            logger.warning("a prompt took too long, and is computed elsewhere")
+        for backend in sorted(self._prefill, key=_order):
+            try:
+                async with asyncio.timeout(self._options.prefill_timeout):
+                    return await self._answer(backend, path, body, headers)
+            except NotConnectedError as error:
+                self._note_away(backend, error)
+            except (OSError, TimeoutError, BrokenConnectionError) as error:
+                self._note_away(backend, error)
+                break  # it may have worked on it: one that answers goes on
         return None
 
     async def _answer(
@@ -174,17 +184,20 @@ class Router:
     async def _answered(
         self, request: Request, body: bytes, headers: Mapping[str, str], way: str
     ) -> Response:
-        """Pass a request to an engine that answers, and its answer on as it comes. An engine that
-        cannot be reached has done nothing, so another one is asked."""
+        """Pass a request to an engine that answers, and its answer on as it comes. Another one is
+        asked only if there was no connection: a request is never begun twice."""
         self.figures.requests.labels(way).inc()
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         for backend in sorted(self._decode, key=_order):
             answer = _Passing(backend, request.method, path, body, headers)
             try:
-                await answer.begin()
-            except (OSError, BrokenConnectionError) as error:
+                await while_connected(request.receive, answer.begin())
+            except NotConnectedError as error:
                 self._note_away(backend, error)
                 continue
+            except (OSError, BrokenConnectionError) as error:
+                self._note_away(backend, error)
+                return error_response(HTTPError(502, "BadGatewayError", "the engine has failed"))
             return StreamingResponse(answer.pieces(), answer.status, answer.headers)
         return error_response(UnavailableError("no engine can be reached; try again later"))
 
@@ -262,13 +275,17 @@ def make_router(options: RouteOptions) -> Starlette:
     async def of_ours(request: Request, error: Exception) -> Response:
         return error_response(error)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     return Starlette(
+        middleware=[Middleware(KnownHosts, options=options, is_open=True, any_host=())],
         routes=[
             *(Route(path, router.completion, methods=["POST"]) for path in _TWO_STEPS),
             Route("/metrics", router.metrics),
             Route("/{path:path}", router.other, methods=methods),
         ],
-        exception_handlers={HTTPError: of_ours},
+        exception_handlers={HTTPError: of_ours, Disconnected: gone},
     )
 
 

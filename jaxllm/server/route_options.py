@@ -19,6 +19,12 @@ class RouteOptions:
     )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 lets other machines in.")
     port: int = option(8080, "Port to listen at.")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Names by which the router may be called, as of `jaxllm serve`."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Web origins whose pages may send requests; '*' means all."
+    )
     prefill_timeout: float = option(
         60.0, "Seconds that a prompt may take; then it is computed where it is answered."
     )

@@ -9,7 +9,9 @@ import zmq
 
 from jaxllm.errors import ValidationError
 from jaxllm.handover import door as door_module
+from jaxllm.handover import taker as taker_module
 from jaxllm.handover.door import Door
+from jaxllm.handover.secret import key_of_givers
 from jaxllm.handover.source import BlockSource
 from jaxllm.handover.taker import Taker
 
@@ -83,11 +85,50 @@ def test_other_models_get_nothing():
         assert blocks.num_asked == 0
 
 
-def test_nobody_gets_anything_without_the_secret():
+def test_nobody_gets_anything_without_the_secret(monkeypatch):
     blocks = Blocks([1])
     with ends(blocks, secret=b"another one to guess", timeout=0.5) as (door, taker):
         assert ask(taker, door.source, range(20)) == dict.fromkeys(range(20))
-        assert blocks.num_asked == 0
+    # Nor who knows the public key of the giver alone.
+    giver = key_of_givers(SECRET)
+    monkeypatch.setattr(taker_module, "key_of_givers", lambda secret: giver)
+    with ends(blocks, secret=b"another one to guess", timeout=0.5) as (door, taker):
+        assert ask(taker, door.source, range(20)) == dict.fromkeys(range(20))
+    assert blocks.num_asked == 0
+
+
+def test_a_missing_block_is_told_of_while_others_are_asked_for():
+    with ends(Blocks([1])) as (door, taker):
+        told, busy = queue.Queue(), threading.Event()
+
+        def go_on(its):
+            if not busy.is_set():
+                taker.ask(door.source, 1, content(1), go_on)
+
+        go_on(None)
+        taker.ask(door.source, 1, content(2), told.put)
+        assert told.get(timeout=5) is None
+        busy.set()
+
+
+def test_a_block_that_never_comes_is_given_up_while_others_come():
+    def look_up(group, name, answer):
+        if name != content(2):
+            answer(block(1))
+
+    door, taker = Door("127.0.0.1", 0, SECRET, IDENTITY, look_up), Taker(SECRET, IDENTITY, 0.3)
+    told, busy = queue.Queue(), threading.Event()
+
+    def go_on(its):
+        if not busy.is_set():
+            taker.ask(door.source, 1, content(1), go_on)
+
+    go_on(None)
+    taker.ask(door.source, 1, content(2), told.put)
+    assert told.get(timeout=5) is None
+    busy.set()
+    taker.close()
+    door.close()
 
 
 def test_where_nobody_is_nothing_comes():

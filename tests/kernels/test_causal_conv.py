@@ -22,8 +22,8 @@ NATIVE = [
     ("name", "dtype", "filters", "channels"),
     [pytest.param(*it, marks=[] if it in ALWAYS else pytest.mark.sweep) for it in NATIVE],
 )
-def test_native_is_right(library, name, dtype, filters, channels):
-    op = NativeConv.load(library, dtype)
+def test_native_is_right(any_library, name, dtype, filters, channels):
+    op = NativeConv.load(any_library, dtype)
     layer = dataclasses.replace(FILTERS[filters], num_channels=channels)
     assert error(op, name, layer, dtype) < TOLERANCES[dtype]
 

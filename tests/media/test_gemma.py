@@ -1,5 +1,6 @@
 """Prompts with images for Gemma 3, in which the tokens of an image see each other."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
+from jaxllm.media.host import Images
+from jaxllm.media.item import ImageItem
 from tests.media.models import OPTIONS, make_gemma3, picture
 from tests.media.test_engine import answers, assert_equal
 
@@ -171,4 +174,44 @@ def test_checkpoints_have_their_tower_where_any_version_writes_it(model, tmp_pat
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     llm = LLM(tmp_path, **STEPS)
     assert_equal(answers(llm, PROMPTS[:1]), alone[:1])
+    llm.shutdown()
+
+
+def test_images_of_a_step_are_counted_wherever_its_chunks_end(model):
+    """Those before an image that is left out, and those in which a cached prefix ends."""
+    spec = LLM(model, **STEPS).llm_engine.info.images
+    images = Images(spec, num_rows=32)  # two of them
+
+    def request(name, *starts):
+        items = [
+            ImageItem(
+                digest=f"{name}{at}".encode(), start=at, end=at + 16, rows=8, columns=8, pixels=b""
+            )
+            for at in starts
+        ]
+        tokens = [7] * 60
+        for item in items:
+            tokens[item.start : item.end] = [SOFT] * 16
+        its = SimpleNamespace(
+            request_id=name, images=items, prompt_token_ids=tokens, num_tokens=len(tokens)
+        )
+        images.add(its)
+        return its
+
+    first, second, third = request("a", 4, 30), request("b", 4), request("c", 4)
+    images.ready(wait=False)
+    assert images.limit(first, 60, 40) == 30  # up to its second image, behind the first
+    assert images.limit(second, 50, 50) == 50  # from inside of its image on
+    assert images.limit(third, 50, 50) == 0  # there is no room for a third
+    images.ready(wait=False)
+    assert images.limit(third, 50, 9) == 0  # and none is cut
+    assert images.limit(third, 50, 10) == 50
+
+
+def test_no_prompt_with_images_is_computed_token_by_token(model):
+    llm = LLM(model, **STEPS | {"max_logprobs": -1})
+    many = PARAMS.clone(prompt_logprobs=21)
+    with pytest.raises(ValidationError, match="prompt_logprobs=21.*at most 20"):
+        llm.generate(PROMPTS[:1], many, use_tqdm=False)
+    llm.generate("a", many, use_tqdm=False)
     llm.shutdown()

@@ -252,6 +252,12 @@ def test_steps_of_an_answer_are_scored(tmp_path):
     of_others = PoolingParams(step_tag_id=6, returned_token_ids=[1], use_activation=False)
     (output,) = llm.encode(PROMPTS[:1], of_others, pooling_task="token_classify", **QUIET)
     np.testing.assert_allclose(output.outputs.data, want[0][1:2, 1:], atol=1e-4)
+    # A probability stays what it is if others are left out.
+    (output,) = llm.encode(
+        PROMPTS[:1], PoolingParams(returned_token_ids=[1]), pooling_task="token_classify", **QUIET
+    )
+    right = softmax(at(PROMPTS[0], want[0]))[:, 1:]
+    np.testing.assert_allclose(output.outputs.data, right, atol=1e-5)
     for params, task, message in [
         (PoolingParams(step_tag_id=384), "token_classify", "no such token"),
         (PoolingParams(returned_token_ids=[2]), "token_classify", "there are 2 numbers"),
@@ -296,6 +302,7 @@ def test_logits_of_some_tokens_are_scores_of_steps(tmp_path, family):
     ("pooler", "message"),
     [
         ({"step_tag_id": 3}, "step_tag_id=3: it needs pooling_type 'STEP'"),
+        ({"pooling_type": "STEP", "step_tag_id": 384}, "step_tag_id=384: no such token"),
         ({"pooling_type": "STEP", "step_tag_id": -1}, "step_tag_id=-1: it must be the id"),
         ({"pooling_type": "STEP", "returned_token_ids": []}, r"returned_token_ids=\[\]: it must"),
         ({"pooling_type": "STEP", "returned_token_ids": [64]}, "there are 64 numbers"),

@@ -3,6 +3,7 @@ the content of every block, and every request must bring what it would have brou
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -215,7 +216,8 @@ def test_blocks_go_to_the_host_and_come_back(
     while len(engine.done) < num_requests:
         if len(engine.received) < 30 and rng.random() < 0.5:
             for request in traffic.requests():
-                engine.add(request)
+                gives = bool(rng.random() < 0.4)
+                engine.add(msgspec.structs.replace(request, gives_blocks=gives))
         if engine.received and rng.random() < 0.03:
             engine.abort(*rng.choice(list(engine.received), size=2))
         if rng.random() < 0.02:

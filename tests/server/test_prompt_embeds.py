@@ -58,6 +58,8 @@ def test_what_is_wrong_is_named(both):
         ({"prompt_embeds": [good], "prompt": ["a", [1, 999]]}, "prompt[1]", "no such token"),
         ({"prompt_embeds": "UEsDBA=="}, "prompt_embeds", "torch.save"),
         ({"prompt_embeds": 3}, "prompt_embeds", "3"),
+        ({"prompt_embeds": []}, "prompt_embeds", "one file at least"),
+        ({"prompt_embeds": good, "prompt": {}}, "prompt", "must be a string"),
         ({"prompt_embeds": good, "echo": True}, "echo", "no text"),
         ({"prompt_embeds": good, "suffix": "x"}, "suffix", "no text"),
         ({"prompt_embeds": good, "prompt_logprobs": 1}, "prompt_logprobs", "no logprobs"),

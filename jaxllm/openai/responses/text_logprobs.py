@@ -6,6 +6,7 @@ had yet: what goes on goes on where it was, and what begins anew, behind a mark 
 last that they have of it, since marks come before.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class TextLogprobs:
         """`stream` makes the answer's text of its tokens."""
         self._stream = stream
         self._next = _Token()  # whose text is not known yet
-        self._made: list[_Token] = []  # that are not given yet
+        self._made: deque[_Token] = deque()  # that are not given yet
         self._left = ""  # text that is not given yet
         self._open: list[_Token] = []  # given, and of no part so far
         self._used = 0  # so many characters of the first of these are of a part
@@ -61,18 +62,20 @@ class TextLogprobs:
                 self._next = _Token()
             elif _is_whole(logprob):  # it is hidden
                 one.logprobs.pop()
-        while self._made and self._left.startswith(self._made[0].text):
-            one = self._made.pop(0)
-            self._left = self._left[len(one.text) :]
+        at = 0
+        while self._made and self._left.startswith(self._made[0].text, at):
+            one = self._made.popleft()
+            at += len(one.text)
             self._open.append(one)
             yield Given(one.text, one.ids)
+        self._left = self._left[at:]
 
     def rest(self) -> Given:
         """What is left at the end of the answer: the head of what a stop string has cut."""
         ids = [token_id for one in (*self._made, self._next) for token_id in one.ids]
         for one in self._made if self._left else ():
             self._open.append(one)
-        text, self._left, self._made, self._next = self._left, "", [], _Token()
+        text, self._left, self._made, self._next = self._left, "", deque(), _Token()
         return Given(text, ids)
 
     def begin(self) -> None:

@@ -27,11 +27,13 @@ class HostTier:
         self.is_eager = is_eager
         self.num_stored = self.num_loaded = self.num_read = self.num_dropped = 0  # blocks
         self.num_taken = self.num_not_taken = 0  # blocks of other engines
+        self.num_arrived = 0  # of all kinds, also what has failed
         self._mover = mover
         self._number = 0  # of the next moves
         self._stores: list[tuple[int, int, int]] = []  # group, block, place
         self._contents: list[bytes] = []  # of the stores
         self._loads: list[tuple[int, int, int]] = []
+        self._filled: set[tuple[int, int]] = set()  # group and block of the loads
         self._reads: list[tuple[int, int, bytes]] = []  # group, place, content
         self._takes: list[tuple[int, int, bytes, BlockSource]] = []
 
@@ -54,8 +56,9 @@ class HostTier:
         return any(pool.num_coming for pool in self.pools)
 
     def has(self, group: int, content: bytes) -> bool:
-        """Whether a content can be had, now or soon."""
-        return self.pools[group].has(content) or self._mover.is_stored(group, content)
+        """Whether a content can be had, now or soon. What comes from another engine does not count:
+        only requests that have asked for it wait for that."""
+        return self.pools[group].will_have(content) or self._mover.is_stored(group, content)
 
     def is_there(self, group: int, content: bytes) -> bool:
         """Whether a content can be loaded now. It is taken to be of use."""
@@ -63,8 +66,10 @@ class HostTier:
 
     def offer(self, group: int, block: int, content: bytes) -> None:
         """Copy a device block to the host, before the next step, unless the host has its content or
-        too much is on its way."""
+        too much is on its way. A block that a load of this step fills is read before that."""
         pool = self.pools[group]
+        if (group, block) in self._filled:
+            return
         if pool.find(content) is not None or pool.has(content):
             return
         place = pool.expect(content, self._number)
@@ -80,6 +85,7 @@ class HostTier:
         place by then: loads are read before anything is written."""
         self.num_loaded += 1
         self._loads.append((group, block, place))
+        self._filled.add((group, block))
 
     def place_of(self, group: int, content: bytes) -> int:
         """The place of a content that is there."""
@@ -113,7 +119,7 @@ class HostTier:
         pool = self.pools[group]
         if pool.has(content):
             return True
-        place = pool.expect(content, self._number)
+        place = pool.expect(content, self._number, is_of_others=True)
         if place is None:
             return False
         self._takes.append((group, place, content, source))
@@ -134,6 +140,7 @@ class HostTier:
         self._number += 1
         self._stores, self._contents, self._loads, self._reads = [], [], [], []
         self._takes = []
+        self._filled.clear()
         return moves
 
     def take_arrivals(self) -> None:
@@ -149,6 +156,7 @@ class HostTier:
 
     def _take_arrivals(self, *, wait: bool) -> bool:
         arrivals = list(self._mover.arrived(wait=wait))
+        self.num_arrived += len(arrivals)
         for number, group, content, ok, is_of_others in arrivals:
             self.pools[group].arrive(content, number, ok=ok)
             if is_of_others:
@@ -173,6 +181,8 @@ class HostTier:
             if (store[0], its) != (group, content)
         ]
         self._stores, self._contents = [one for one, _ in kept], [one for _, one in kept]
+        self._reads = [one for one in self._reads if (one[0], one[2]) != (group, content)]
+        self._takes = [one for one in self._takes if (one[0], one[2]) != (group, content)]
         self._mover.forget(group, content)
 
     def lose_coming(self) -> None:

@@ -171,9 +171,12 @@ class KVCacheManager:
                 blocks = shared + pool.take(num_new)
             else:
                 blocks = self._load(request, index, start, prefix, num_new)
-            if request.gives_blocks:  # also those that it found
-                found = blocks[: len(prefix)]
-                self._offer(request, len(tables), found, request.block_hashes[start:])
+            if request.gives_blocks:  # also those that it found on the devices
+                contents = request.block_hashes[start:num_prefix_blocks]
+                known = [
+                    one for one, block in zip(contents, prefix, strict=True) if block is not None
+                ]
+                self._offer(request, len(tables), shared, known)
             tables.append(BlockTable(start, blocks))
         request.tables = tuple(tables)
         request.num_registered_blocks = num_prefix_blocks

@@ -38,6 +38,7 @@ LAYERS = {
     "strong decays": Layer(most_decay=60.0),
     "strong decays by channel": Layer(num_key_heads=4, decays_by_channel=True, most_decay=60.0),
     "corrected too far": Layer(most_beta=2.0),
+    "keys of no whole vector": Layer(key_size=20),
     "the same key": Layer(repeats_keys=True, most_decay=0.01),
 }
 

@@ -114,6 +114,7 @@ class Prepared {
     const float *q = of.q + row * its, *k = of.k + row * its;
     if (of.decays_by_channel) std::copy_n(of.log_decay + place * its, its, decays);
     else std::fill(decays, decays + its, of.log_decay[place]);
+    std::fill(decays + its, decays + padded_, 0.0f);  // what the token before has left
     std::copy_n(k, its, key);
     std::copy_n(q, its, decayed_q);
     Floats product{};
