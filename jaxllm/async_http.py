@@ -44,11 +44,11 @@ class HTTPClient:
         headers: Mapping[str, str],
         *,
         insecure: bool = False,
-        reuses: bool = True,
+        once: bool = False,
         connect_timeout: float | None = None,
     ):
-        """With `reuses` connections are used again. If the server has closed one, a request is sent
-        once more, which it may have seen, so leave it out where that must not be."""
+        """With `once` no request is sent twice, as one is over a connection that the server has
+        closed since, and NotConnectedError says that the server knows nothing of a request."""
         try:
             url = urlsplit(base_url)
             port = url.port
@@ -67,7 +67,7 @@ class HTTPClient:
                 raise refused("header", f"{name}={value}", "a header is one line")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._idle: list[tuple[float, _Connection]] = []
-        self._reuses = reuses
+        self._once = once
         self._connect_timeout = connect_timeout
 
     async def get(self, path: str, sink: Sink) -> int:
@@ -116,6 +116,8 @@ class HTTPClient:
                     _Connection, self._host, self._port, ssl=self._ssl
                 )
         except OSError as error:  # TimeoutError is one, too
+            if not self._once:
+                raise
             raise NotConnectedError(*error.args) from error
         return await self._exchange(connection, request, sink, on_head)
 
@@ -127,7 +129,7 @@ class HTTPClient:
         except BaseException:
             connection.close()
             raise
-        if connection.is_reusable and self._reuses:
+        if connection.is_reusable and not self._once:
             self._idle.append((time.monotonic(), connection))
         else:
             connection.close()

@@ -111,7 +111,7 @@ class Router:
         self._options = options
         self._prefill, self._decode = (
             [
-                Backend(url, HTTPClient(url, {}, reuses=False, connect_timeout=_CONNECT_S))
+                Backend(url, HTTPClient(url, {}, once=True, connect_timeout=_CONNECT_S))
                 for url in urls
             ]
             for urls in (options.prefill, options.decode)
