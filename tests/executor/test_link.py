@@ -7,8 +7,8 @@ import time
 import pytest
 import zmq
 
+from jaxllm import sockets
 from jaxllm.errors import EngineDeadError
-from jaxllm.executor import link
 from jaxllm.executor.link import LeaderLink, PeerLink
 
 
@@ -34,7 +34,7 @@ def test_messages_arrive_in_order_at_those_they_are_for(leader):
 
 
 def test_an_end_that_hangs_is_left_behind(monkeypatch, caplog):
-    monkeypatch.setattr(link, "_END_S", 0.2)
+    monkeypatch.setattr(sockets, "_END_S", 0.2)
     leader = LeaderLink("127.0.0.1", 2)
     open_socket = leader._context.socket(zmq.PUSH)  # the context waits until it is closed
     leader.close(b"end")
