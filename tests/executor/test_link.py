@@ -9,6 +9,7 @@ import zmq
 
 from jaxllm import sockets
 from jaxllm.errors import EngineDeadError
+from jaxllm.executor import link
 from jaxllm.executor.link import LeaderLink, PeerLink
 
 
