@@ -26,8 +26,8 @@ LOOK = {
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sea"}}\n</tool_call>'
 # Fields that vLLM has and OpenAI has not.
 VLLMS = {
-    "max_model_len", "parent", "prompt_logprobs", "prompt_token_ids", "reasoning", "root",
-    "stop_reason", "token_ids",
+    "kv_transfer_params", "max_model_len", "parent", "prompt_logprobs", "prompt_token_ids",
+    "reasoning", "root", "stop_reason", "token_ids",
 }  # fmt: skip
 
 
