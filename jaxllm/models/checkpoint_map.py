@@ -358,7 +358,7 @@ class CheckpointMap:
         for its in (self, *self.others):
             told = {its._tensor(parameter): shape for parameter, shape in its.told_shapes.items()}
             if all(its._tensor(parameter) in shapes for parameter in its.told_by):
-                if all(shapes.get(tensor) == shape for tensor, shape in told.items()):
+                if all(shapes[tensor] == shape for tensor, shape in told.items()):
                     return its
         return self
 

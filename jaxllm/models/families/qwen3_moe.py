@@ -136,24 +136,19 @@ def _in_two_tensors(names: CheckpointMap, architecture: Architecture) -> Checkpo
     layer = min(architecture.num_experts)
     (moe,) = architecture.layers[layer].ffns
     assert isinstance(moe, MoESpec), moe
-    first, second = (f"model.layers.{layer}.mlp.experts.{its}_weight" for its in ("w13", "w2"))
-    names = dataclasses.replace(names, told_by=(*names.told_by, second))
+    told = f"model.layers.{layer}.mlp.experts.w2_weight"
+    names = dataclasses.replace(names, told_by=(*names.told_by, told))
 
-    def stacked(
-        of_first: tuple[int, int], of_second: tuple[int, int], *, is_transposed: bool
-    ) -> CheckpointMap:
+    def stacked(size: int, other: int, *, is_transposed: bool) -> CheckpointMap:
         rule = stacked_experts(
             "experts.gate_up_proj", "experts.down_proj", is_transposed=is_transposed
         )
-        shapes = {
-            first: (moe.num_experts, *of_first),
-            second: (moe.num_experts, *of_second),
-        }
+        shapes = {told: (moe.num_experts, size, other)}
         return dataclasses.replace(names.with_rules(experts=rule), told_shapes=shapes)
 
     size, other = moe.intermediate_size, architecture.hidden_size
-    written = stacked((2 * size, other), (other, size), is_transposed=False)
-    released = stacked((other, 2 * size), (size, other), is_transposed=True)
+    written = stacked(other, size, is_transposed=False)
+    released = stacked(size, other, is_transposed=True)
     return dataclasses.replace(released, others=(written, names))
 
 
