@@ -5,29 +5,16 @@ come are computed: the other engine may be gone, or may have forgotten them.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.handover.source import BlockSource
-from jaxllm.messages import EngineOutput
-from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.features import Drafted, Nothing
 from jaxllm.scheduler.kv.manager import KVCacheManager
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import Schedule, StepResult
-
-
-class Nothing:
-    """Blocks that come add nothing to outputs."""
-
-    corrupted: Iterable[int] = ()
-    failed: Mapping[int, str] = {}
-    complete: Iterable[int] = ()
-    rows: Iterable[int] = ()
-
-    def add_to(self, output: EngineOutput, row: int) -> None:
-        raise AssertionError("no row adds anything")
 
 
 class _Held(NamedTuple):

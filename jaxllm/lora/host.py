@@ -23,8 +23,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError, JaxLLMError
 from jaxllm.lora.adapter_file import Matrices, content_of, read_adapter
 from jaxllm.lora.request import Adapter, AdapterLimits
-from jaxllm.messages import EngineOutput
-from jaxllm.scheduler.features import Brought, Drafted
+from jaxllm.scheduler.features import Brought, Drafted, Nothing
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import NO_ADAPTER, AdapterWrite, Schedule, StepResult
 
@@ -46,18 +45,6 @@ class _Held:
     waiting: list[Request] = field(default_factory=list)  # until it is read
     # Until it has a slot: a heap by order.
     aside: list[tuple[tuple, Request]] = field(default_factory=list)
-
-
-class _Nothing:
-    """What a step brings for this feature."""
-
-    corrupted: Iterable[int] = ()
-    failed: Mapping[int, str] = {}
-    complete: Iterable[int] = ()
-    rows: Iterable[int] = ()
-
-    def add_to(self, output: EngineOutput, row: int) -> None:
-        raise AssertionError("adapters add nothing to outputs")
 
 
 class Adapters:
@@ -170,7 +157,7 @@ class Adapters:
     def read(
         self, schedule: Schedule, result: StepResult, rows: Sequence[Request | None]
     ) -> Brought:
-        return _Nothing()
+        return Nothing()
 
     # ---- Gate
 

@@ -7,15 +7,14 @@ inside an image after others have taken its place, or after a preemption, has it
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.media.slice import NAME, NO_ROW, NUM_AXES
-from jaxllm.messages import EngineOutput
-from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.features import Drafted, Nothing
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import Encoding, Schedule, StepResult
 
@@ -47,18 +46,6 @@ class _Using(NamedTuple):
         if start >= last:
             return self.offsets[:, last:]
         return self.offsets[:, np.minimum(np.arange(start, end), last)]
-
-
-class Nothing:
-    """Images add nothing to outputs."""
-
-    corrupted: Iterable[int] = ()
-    failed: Mapping[int, str] = {}
-    complete: Iterable[int] = ()
-    rows: Iterable[int] = ()
-
-    def add_to(self, output: EngineOutput, row: int) -> None:
-        raise AssertionError("no row adds anything")
 
 
 class Images:

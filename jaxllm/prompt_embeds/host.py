@@ -4,28 +4,15 @@ A token is computed once, so its embedding travels to the device with the step t
 is kept on the host alone. After a preemption it travels again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.messages import EngineOutput
 from jaxllm.prompt_embeds.item import EmbedsSpec
 from jaxllm.prompt_embeds.slice import NAME, NO_ROW
-from jaxllm.scheduler.features import Drafted
+from jaxllm.scheduler.features import Drafted, Nothing
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import Schedule, StepResult
-
-
-class Nothing:
-    """Embeddings add nothing to outputs."""
-
-    corrupted: Iterable[int] = ()
-    failed: Mapping[int, str] = {}
-    complete: Iterable[int] = ()
-    rows: Iterable[int] = ()
-
-    def add_to(self, output: EngineOutput, row: int) -> None:
-        raise AssertionError("no row adds anything")
 
 
 class PromptEmbeds:

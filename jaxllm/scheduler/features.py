@@ -66,6 +66,18 @@ class Brought(Protocol):
         ...
 
 
+class Nothing:
+    """What a feature has brought whose rows add nothing to outputs."""
+
+    corrupted: Iterable[int] = ()
+    failed: Mapping[int, str] = {}
+    complete: Iterable[int] = ()
+    rows: Iterable[int] = ()
+
+    def add_to(self, output: EngineOutput, row: int) -> None:
+        raise AssertionError("no row adds anything")
+
+
 class Feature(Protocol):
     """The host half of a feature. It may keep state for each request that uses it."""
 

@@ -23,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jaxllm.async_http import BrokenConnectionError, HTTPClient, NotConnectedError
 from jaxllm.handover.params import NAME
@@ -198,7 +199,7 @@ class Router:
             except (OSError, BrokenConnectionError) as error:
                 self._note_away(backend, error)
                 return error_response(HTTPError(502, "BadGatewayError", "the engine has failed"))
-            return StreamingResponse(answer.pieces(), answer.status, answer.headers)
+            return _PassedOn(answer)
         return error_response(UnavailableError("no engine can be reached; try again later"))
 
     async def _body(self, request: Request) -> bytes:
@@ -243,12 +244,13 @@ class _Passing:
             await self._task
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        try:
-            while (piece := await self._pieces.get()) is not None:
-                yield piece
-            await self._task  # raises if the answer has no end
-        finally:
-            self._task.cancel()  # the client has gone: so the engine ends the answer, too
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+        await self._task  # raises if the answer has no end
+
+    def end(self) -> None:
+        """Let the engine end the answer, too, if it is still at it."""
+        self._task.cancel()
 
     async def _run(self) -> None:
         try:
@@ -265,6 +267,20 @@ class _Passing:
             if name in headers:
                 self.headers[name.decode()] = headers[name].decode("latin-1")
         self._has_begun.set()
+
+
+class _PassedOn(StreamingResponse):
+    """The response of such an answer. It may end before its first piece, when the client leaves."""
+
+    def __init__(self, answer: _Passing) -> None:
+        super().__init__(answer.pieces(), answer.status, answer.headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.end()
 
 
 def make_router(options: RouteOptions) -> Starlette:

@@ -1,6 +1,7 @@
 """`jaxllm route`: one engine computes prompts, and another answers, each in a process of its own. A
 client sees no difference."""
 
+import asyncio
 import contextlib
 import socket
 import subprocess
@@ -9,6 +10,9 @@ import time
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
+
+from jaxllm.server import route
 
 PROMPT = "Once upon a time there was a princess who lived in a castle by the sea, " * 3
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 1}
@@ -120,3 +124,27 @@ def test_what_one_cannot_do_the_other_does(engines):
                     assert counts(client)["computed_alone"] == 1
         with routing(["http://127.0.0.1:9"], ["http://127.0.0.1:9"]) as client:
             assert client.get("/v1/models").status_code == 503
+
+
+def test_an_answer_ends_with_its_client_even_before_its_first_piece():
+    ended = []
+
+    class Answer:
+        status, headers = 200, {}
+
+        async def pieces(self):
+            yield b"never read"
+
+        def end(self):
+            ended.append(True)
+
+    async def leaves(message):
+        raise OSError
+
+    async def run():
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        await route._PassedOn(Answer())(scope, None, leaves)
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(run())
+    assert ended == [True]
