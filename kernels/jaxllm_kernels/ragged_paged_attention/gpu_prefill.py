@@ -156,8 +156,12 @@ def prefill(
                 start = jnp.maximum(position - (config.sliding_window - 1), 0)
                 start = lax.div(start, jnp.int32(ring.load_tokens)) * ring.load_tokens
             kv_head = lax.div(head, jnp.int32(heads_per_kv_head))
-            end = position + num_tokens if tiles_ref.end is None else tiles_ref.end[index]
-            keys = Span(tiles_ref.row[index], kv_head, start, end)
+            keys = Span(
+                tiles_ref.row[index],
+                kv_head,
+                start,
+                position + num_tokens if tiles_ref.end is None else tiles_ref.end[index],
+            )
             return _Item(tiles_ref.token[index], position, num_tokens, head, keys)
 
         def produce():
