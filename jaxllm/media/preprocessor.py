@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge, Square
+from jaxllm.media.resizing import Area, LongestEdge, Square, Tiles
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 _FILE = "preprocessor_config.json"
@@ -21,6 +21,9 @@ _HIGHEST_EDGE = 1 << 13
 _HIGHEST_AREA = 1 << 26
 # What stands for an image in a text of Gemma's, its embeddings, and its end.
 _OF_GEMMA = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+# What is put around the embeddings of an image of InternVL's.
+_AROUND_TILES = ("<img>", "</img>")
+_MOST_TILES = 64
 _OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
@@ -31,7 +34,8 @@ class Wanted(NamedTuple):
     patch_size: int
     merge: int
     image_token_id: int
-    image_size: int | None = None  # the edges of every image; None: they keep theirs
+    # The edges of every image, or of every tile of one; None: they keep theirs.
+    image_size: int | None = None
 
 
 def read_image_spec(
@@ -139,12 +143,7 @@ def _read_qwen(
             f"({area.min_pixels} by default) is at most max_pixels, and max_pixels is at most "
             f"{area.max_pixels}, as the model was trained",
         )
-    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
-    if token is None:
-        raise CheckpointError(
-            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
-            "as image_token_id"
-        )
+    token = _image_token(ids, wanted)
     return {"resizing": changed, "image_token": token, "has_grid_positions": True}
 
 
@@ -155,13 +154,7 @@ def _read_gemma(
     ids: Mapping[str, int],
     changes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    edge = wanted.image_size
-    assert edge is not None, "its tower says how large images are"
-    if fields.get("size") != {"height": edge, "width": edge}:
-        raise CheckpointError(
-            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
-            f"{edge} pixels"
-        )
+    edge = _square_edge(fields, wanted)
     if fields.get("do_pan_and_scan"):
         raise UnsupportedModelError(f"{_FILE}: do_pan_and_scan is not supported; set it to false")
     _check_equal(
@@ -185,11 +178,75 @@ def _read_gemma(
     }
 
 
+def _read_tiles(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    # crop_to_patches is not asked: InternVLProcessor cuts images, whatever this file says.
+    edge = _square_edge(fields, wanted)
+    of_tile = (edge // wanted.patch_size // wanted.merge) ** 2
+    _check_equal("processor_config.json", processor, "image_seq_length", of_tile)
+    _check_known(changes, ("max_patches",))
+    least, most = fields.get("min_patches", 1), fields.get("max_patches", 12)
+    if not _is_count(least) or not _is_count(most) or not least <= most <= _MOST_TILES:
+        raise UnsupportedModelError(
+            f"{_FILE}: min_patches={shown(least)} and max_patches={shown(most)} must be numbers of "
+            f"tiles, one after the other, up to {_MOST_TILES}"
+        )
+    fewer = changes.get("max_patches", most)
+    if not _is_count(fewer) or not least <= fewer <= most:
+        raise refused(
+            "mm_processor_kwargs.max_patches",
+            fewer,
+            f"it must be a number of tiles from {least} to {most}, as the model was trained",
+        )
+    token = _image_token(ids, wanted)
+    for around in _AROUND_TILES:
+        if around not in ids:
+            raise CheckpointError(f"tokenizer.json: there is no token {shown(around)}")
+    return {
+        "resizing": Tiles(pixels=edge, min_tiles=least, max_tiles=fewer),
+        "image_token": token,
+        "written": (token, token.join(_AROUND_TILES)),
+    }
+
+
 _PROCESSORS = {
     "Gemma3ImageProcessor": _read_gemma,
+    "GotOcr2ImageProcessor": _read_tiles,
     "PixtralImageProcessor": _read_pixtral,
     "Qwen2VLImageProcessor": _read_qwen,
 }
+
+
+def _square_edge(fields: Mapping[str, Any], wanted: Wanted) -> int:
+    """The pixels of the edges of images that are squares of one size."""
+    edge = wanted.image_size
+    assert edge is not None, "its tower says how large images are"
+    if fields.get("size") != {"height": edge, "width": edge}:
+        raise CheckpointError(
+            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
+            f"{edge} pixels"
+        )
+    return edge
+
+
+def _image_token(ids: Mapping[str, int], wanted: Wanted) -> str:
+    """The token that config.json names by its number."""
+    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
+            "as image_token_id"
+        )
+    return token
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) -> None:
