@@ -117,7 +117,11 @@ class SelfAttention(nnx.Module):
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
         if norm is not None:
-            x = norm(x.reshape(len(x), -1)).reshape(x.shape) if self.spec.norms_all_heads else norm(x)
+            x = (
+                norm(x.reshape(len(x), -1)).reshape(x.shape)
+                if self.spec.norms_all_heads
+                else norm(x)
+            )
         if self.spec.rope is None:
             return x
         assert context.rotary is not None

@@ -14,7 +14,6 @@ from jaxllm.models.specs import Architecture
 from jaxllm.models.towers import internvl
 
 _DECODERS = {"qwen2": qwen2.FAMILY, "qwen3": qwen3.FAMILY, "qwen3_moe": qwen3_moe.FAMILY}
-_TIED = "tie_word_embeddings"
 
 
 def read(name: str, config: HFConfig) -> Architecture:
@@ -25,8 +24,6 @@ def read(name: str, config: HFConfig) -> Architecture:
             f"config.json: model_type={shown(kind)} in text_config is not supported; supported are "
             f"{', '.join(map(repr, _DECODERS))}"
         )
-    if text.get(_TIED) is None:
-        text = text.replaced({_TIED: True})  # as the class around it has it
     return _DECODERS[kind].read(name, text)
 
 
