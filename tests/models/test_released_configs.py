@@ -111,7 +111,7 @@ WITH_TOWERS = {
     "Qwen3.5 27B": 27.36,
     "Qwen3.6 35B-A3B": 35.11,
     "InternVL3 1B": 0.94,
-    "InternVL3.5 38B": 38.40,
+    "InternVL3.5 38B": 38.39,
 }
 
 
