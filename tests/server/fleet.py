@@ -22,11 +22,11 @@ from ray.cluster_utils import Cluster
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.messages import EngineInfo
 from jaxllm.plan.buckets import make_ladder
-from jaxllm.server.ray import build
+from jaxllm.server.ray import app, build
 from jaxllm.simulation.deployment import Deployment
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace
-from jaxllm.testing import make_tiny_checkpoint
+from jaxllm.testing import make_tiny_adapter, make_tiny_checkpoint
 from tests.profile import TINY
 
 ENGINE = TINY | {"max_model_len": 1024, "num_gpu_blocks_override": 1024}
@@ -190,6 +190,51 @@ async def disconnect(fleet: Fleet) -> dict[str, Any]:
         return {"generated": after - before, "asked": 3 * 400}
 
 
+async def busy(fleet: Fleet) -> dict[str, Any]:
+    """Read the figures of a replica that has as many requests as it may have, while more wait."""
+    fleet.start(num_replicas=1, max_ongoing_requests=2)
+    body = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+    async def timed(client: httpx.AsyncClient, method: str, path: str, **more: Any) -> float:
+        start = time.monotonic()
+        (await client.request(method, f"{fleet.url}{path}", **more)).raise_for_status()
+        return time.monotonic() - start
+
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        post = [timed(client, "POST", "/v1/completions", json=body) for _ in range(6)]
+        answers = asyncio.gather(*post)
+        await fleet.await_generated(client, 20)
+        figures = [await timed(client, "GET", "/metrics") for _ in range(5)]
+        return {"answers_s": await answers, "figures_s": figures}
+
+
+async def several(fleet: Fleet) -> dict[str, Any]:
+    """Two models, of which one has an adapter, behind one server."""
+    adapter = make_tiny_adapter(Path(fleet.model).with_name("adapter"), fleet.model)
+    entry = {"model": fleet.model, "ray_actor_options": ACTORS["ray_actor_options"], **ENGINE}
+    first = {"served_model_name": ["first"], "max_num_seqs": 2, "num_replicas": 1}
+    second = {"served_model_name": ["second"], "enable_lora": True, "max_lora_rank": 8}
+    second |= {"lora_modules": [f"adapter={adapter}"]}
+    second |= {"autoscaling_config": {"min_replicas": 1, "max_replicas": 1}}
+    arguments = {
+        "models": [entry | first, entry | second],
+        "frontend_actor_options": ACTORS["frontend_actor_options"],
+    }
+    serve.run(app(arguments), route_prefix="/tiny")
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        found: dict[str, Any] = {}
+        for name in ("first", "second", "adapter", "other"):
+            body = {"model": name, "prompt": "Hi", "max_tokens": 9, "temperature": 0}
+            response = await client.post(f"{fleet.url}/v1/completions", json=body)
+            answer = response.json()
+            if response.status_code == 200:
+                found[name] = (answer["model"], answer["choices"][0]["text"])
+            else:
+                found[name] = (response.status_code, answer["error"]["message"])
+        listed = (await client.get(f"{fleet.url}/v1/models")).json()["data"]
+        return {"answers": found, "listed": [one["id"] for one in listed]}
+
+
 async def routed(fleet: Fleet, policy: str) -> dict[str, Any]:
     """The share of prompts' tokens that were cached, with prompts of a few heads."""
     fleet.start(num_replicas=2, routing_policy=policy)
@@ -254,6 +299,8 @@ PARTS = {
     "lose": lose_replicas,
     "scale": scale,
     "disconnect": disconnect,
+    "busy": busy,
+    "several": several,
     "prefix": lambda fleet: routed(fleet, "prefix"),
     "random": lambda fleet: routed(fleet, "random"),
 }
