@@ -12,6 +12,9 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import CheckpointError, JaxLLMError, UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
+from jaxllm.media.device import encoder_sizes
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import Tiles
 from jaxllm.models.architecture import read_architecture
 from tests.media.models import OPTIONS, make_internvl, picture
 from tests.media.test_engine import answers, assert_equal
@@ -192,6 +195,17 @@ def test_refusals_name_the_field(model, options, says):
     with pytest.raises(JaxLLMError, match=says) as caught:
         LLM(model, **STEPS | options)
     assert isinstance(caught.value, ValidationError | CheckpointError | UnsupportedModelError)
+
+
+def test_programs_of_the_tower_have_whole_tiles():
+    spec = ImageSpec(
+        patch_size=14, merge=2, resizing=Tiles(pixels=336, min_tiles=1, max_tiles=12), resample=3,
+        scale=1 / 255, mean=(0.5,) * 3, std=(0.5,) * 3, image_token=MARK, image_token_id=SOFT,
+        max_images=4,
+    )  # fmt: skip
+    sizes = encoder_sizes(spec, spec.max_patches)
+    assert sizes[0] == 24**2 and not any(size % 24**2 for size in sizes)
+    assert sizes[-2] < spec.max_patches == 13 * 24**2 <= sizes[-1]
 
 
 def test_every_field_of_the_class_is_known(model):
