@@ -11,7 +11,7 @@ export class Images {
   constructor(showError) {
     byId("attach").addEventListener("click", () => input.click());
     input.addEventListener("change", () => {
-      this.#add(input.files, showError);
+      this.#add([...input.files], showError); // the list itself is emptied here
       input.value = ""; // the same file may be chosen again
     });
     byId("message").addEventListener("paste", (event) => {
@@ -27,7 +27,7 @@ export class Images {
     main.addEventListener("drop", (event) => {
       if (!event.dataTransfer.files.length) return;
       event.preventDefault(); // or the browser leaves the page for the file
-      this.#add(event.dataTransfer.files, showError);
+      this.#add([...event.dataTransfer.files], showError);
     });
   }
 

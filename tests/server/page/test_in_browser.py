@@ -246,13 +246,15 @@ def test_an_error_is_shown_and_the_message_is_not_lost(client, open_page):
 def test_images_are_pasted_dropped_or_chosen_and_sent(client, open_page):
     page = open_page(client)
     asked = fulfill_with(page, {"content": "A dot."})
-    page.set_input_files("#image-files", {"name": "a.gif", "mimeType": "image/gif", "buffer": DOT})
-    expect(page, "#images img").to_have_count(1)
+    file = {"name": "a.gif", "mimeType": "image/gif", "buffer": DOT}
+    page.set_input_files("#image-files", [file, file])
+    expect(page, "#images img").to_have_count(2)
     for place, (event, target) in enumerate([("paste", "#message"), ("drop", "main")]):
         page.evaluate(BRING, [event, target, base64.b64encode(DOT).decode()])
-        expect(page, "#images img").to_have_count(place + 2)
+        expect(page, "#images img").to_have_count(place + 3)
     expect(page, "#log [role=alert]").to_have_text("notes.txt is no image.")
     page.click("#images button >> nth=1")
+    page.click("#images button >> nth=0")
     expect(page, "#images img").to_have_count(2)
     say(page, "What is this?")
     assert shown_answer(page) == "A dot."
