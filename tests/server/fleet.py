@@ -190,6 +190,24 @@ async def disconnect(fleet: Fleet) -> dict[str, Any]:
         return {"generated": after - before, "asked": 3 * 400}
 
 
+async def busy(fleet: Fleet) -> dict[str, Any]:
+    """Read the figures of a replica that has as many requests as it may have, while more wait."""
+    fleet.start(num_replicas=1, max_ongoing_requests=2)
+    body = {"prompt": "Hi", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+    async def timed(client: httpx.AsyncClient, method: str, path: str, **more: Any) -> float:
+        start = time.monotonic()
+        (await client.request(method, f"{fleet.url}{path}", **more)).raise_for_status()
+        return time.monotonic() - start
+
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        post = [timed(client, "POST", "/v1/completions", json=body) for _ in range(6)]
+        answers = asyncio.gather(*post)
+        await fleet.await_generated(client, 20)
+        figures = [await timed(client, "GET", "/metrics") for _ in range(5)]
+        return {"answers_s": await answers, "figures_s": figures}
+
+
 async def routed(fleet: Fleet, policy: str) -> dict[str, Any]:
     """The share of prompts' tokens that were cached, with prompts of a few heads."""
     fleet.start(num_replicas=2, routing_policy=policy)
@@ -254,6 +272,7 @@ PARTS = {
     "lose": lose_replicas,
     "scale": scale,
     "disconnect": disconnect,
+    "busy": busy,
     "prefix": lambda fleet: routed(fleet, "prefix"),
     "random": lambda fleet: routed(fleet, "random"),
 }

@@ -82,7 +82,7 @@ class Handle:
 
     def __init__(self, replica):
         self.replica, self.losses, self.num_streams = replica, [], 0
-        self.abort = SimpleNamespace(remote=lambda *args: asyncio.create_task(replica.abort(*args)))
+        self.is_slow = False  # to answer calls
 
     def options(self, *, method_name, stream):
         assert (method_name, stream) == ("answer", True)
@@ -90,6 +90,8 @@ class Handle:
 
     def broadcast(self, name, *args):
         async def results_async(**how):
+            while self.is_slow:
+                await asyncio.sleep(0)
             return [await getattr(self.replica, name)(*args), RuntimeError("it is lost")]
 
         return SimpleNamespace(results_async=results_async)
@@ -135,7 +137,7 @@ def loop():
 @pytest.fixture(scope="module")
 def handle(options):
     pytest.importorskip("ray.serve")
-    return Handle(EngineReplica(options))
+    return Handle(EngineReplica(options, max_prompts=2))
 
 
 class Frontend:
@@ -240,6 +242,23 @@ def test_an_abort_reaches_the_engine(ask, loop):
     assert loop.run(asyncio.wait_for(leave(), 60)) - before < 200
 
 
+def test_a_slow_replica_delays_no_figures(ask, loop, handle, monkeypatch):
+    pytest.importorskip("ray.serve")
+    monkeypatch.setattr("jaxllm.server.ray.fleet._PATIENCE_S", 0.01)
+
+    async def read():
+        before = await ask.engine.stats()
+        handle.is_slow = True
+        assert [await ask.engine.stats() for _ in range(2)] == [before] * 2
+        handle.is_slow = False
+        fleet = ask.engine._client
+        await asyncio.wait(fleet._asked.values())
+        await ask.engine.stats()
+        assert not fleet._asked
+
+    loop.run(asyncio.wait_for(read(), 60))
+
+
 class Asked:
     """A router of Ray Serve's before two replicas, as Ray calls it."""
 
@@ -250,7 +269,7 @@ class Asked:
 
         self.ids = [ReplicaID(name, DeploymentID("Engine")) for name in "ab"]
         self.router = PolicyRouter.__new__(PolicyRouter)  # without Ray's half
-        self.router.initialize_state(policy="least_work")
+        self.router.initialize_state(policy="least_work", num_reserved=2)
         self.router._policy.set_replicas(self.ids)
 
     def pending(self, name):
@@ -266,13 +285,32 @@ class Asked:
         metadata: Any = SimpleNamespace(internal_request_id=name)
         return PendingRequest([Work(Add.of([one]))], {}, metadata)
 
+    async def ranked(self, pending):
+        replicas: Any = [
+            SimpleNamespace(replica_id=one, max_ongoing_requests=7) for one in self.ids
+        ]
+        return await self.router.choose_replicas(replicas, pending)
+
     async def chosen(self, pending):
-        replicas: Any = [SimpleNamespace(replica_id=one) for one in self.ids]
-        (first, *_) = await self.router.choose_replicas(replicas, pending)
-        return first[0].replica_id
+        ((first,), *_) = await self.ranked(pending)
+        return first.replica_id
 
     def work(self):
         return [self.router._policy._work[one] for one in self.ids]
+
+
+def test_prompts_leave_room_for_orders_in_a_replica(loop):
+    pytest.importorskip("ray.serve")
+    from ray.serve.request_router import PendingRequest
+
+    asked = Asked()
+    for pending, num, most in (
+        (asked.pending("1"), 2, 5),
+        (PendingRequest([], {}, asked.pending("2").metadata), 1, 7),
+    ):
+        found = loop.run(asked.ranked(pending))
+        assert len(found) == num
+        assert {one.max_ongoing_requests for some in found for one in some} == {most}
 
 
 def test_a_request_that_left_before_it_had_a_replica_is_no_work(loop):
@@ -333,8 +371,9 @@ def on_a_cluster(directory, *parts):
 def test_replicas_and_nodes_may_be_lost(tmp_path):
     """The checks of each answer are in the other process."""
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path, "disconnect", "lose")
+    found = on_a_cluster(tmp_path, "disconnect", "busy", "lose")
     assert found["disconnect"]["generated"] < found["disconnect"]["asked"] / 3
+    assert max(found["busy"]["figures_s"]) < min(found["busy"]["answers_s"]) / 3
     lost = found["lose"]
     assert lost["again"] == {"whole": 60}
     for name in ("replica", "node"):

@@ -15,6 +15,8 @@ _ROUTER = "jaxllm.server.ray.request_router.PolicyRouter"
 # An engine may need as long to stop after its last request.
 _STOP_S = 15.0
 _MAX_ONGOING = 512
+# Places of a replica that no prompt takes: for aborts and for questions about its figures.
+_NUM_RESERVED = 64
 # A frontend has its own limits.
 _MAX_IN_FRONTEND = 1 << 20
 
@@ -37,8 +39,12 @@ def build(**options: Any) -> "Application":
     asked = read(options)
     fleet, shutdown_s = asked.fleet, asked.server.shutdown_timeout
     deployment: Any = serve.deployment  # a decorator, with and without arguments
+    max_prompts = _max_prompts(asked)
     engines = deployment(EngineReplica).options(
-        name="Engine", graceful_shutdown_timeout_s=shutdown_s + _STOP_S, **_of_engines(asked)
+        name="Engine",
+        max_ongoing_requests=max_prompts + _NUM_RESERVED,
+        graceful_shutdown_timeout_s=shutdown_s + _STOP_S,
+        **_of_engines(asked),
     )
     frontends = deployment(serve.ingress()(Frontend)).options(
         name="Frontend",
@@ -47,7 +53,13 @@ def build(**options: Any) -> "Application":
         graceful_shutdown_timeout_s=shutdown_s,
         ray_actor_options=fleet.frontend_actor_options or {},
     )
-    return frontends.bind(engines.bind(asked.engine), options)
+    return frontends.bind(engines.bind(asked.engine, max_prompts), options)
+
+
+def _max_prompts(asked: Asked) -> int:
+    """How many prompts one engine has at most."""
+    seqs = asked.config.scheduler.max_num_seqs
+    return asked.fleet.max_ongoing_requests or (2 * seqs if seqs else _MAX_ONGOING)
 
 
 def _of_engines(asked: Asked) -> dict[str, Any]:
@@ -55,13 +67,14 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
     from ray.serve.config import RequestRouterConfig
 
     fleet = asked.fleet
-    seqs = asked.config.scheduler.max_num_seqs
     options = {
-        "max_ongoing_requests": fleet.max_ongoing_requests or (2 * seqs if seqs else _MAX_ONGOING),
         "request_router_config": RequestRouterConfig.model_validate(
             {
                 "request_router_class": _ROUTER,
-                "request_router_kwargs": {"policy": fleet.routing_policy},
+                "request_router_kwargs": {
+                    "policy": fleet.routing_policy,
+                    "num_reserved": _NUM_RESERVED,
+                },
             }
         ),
         "ray_actor_options": fleet.ray_actor_options or {},

@@ -1,8 +1,9 @@
 """The engine of a replica: an engine process, and what passes messages on to it."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
@@ -37,9 +38,12 @@ class EngineReplica:
     If the engine dies, so does the replica. Then Ray tells everybody, and starts another one.
     """
 
-    def __init__(self, engine_options: Mapping[str, Any]):
+    def __init__(self, engine_options: Mapping[str, Any], max_prompts: int):
         """Wait until the engine is ready, perhaps for minutes."""
         self._is_running = False
+        # Ray lets some more in: it leaves room for aborts and calls, and routers see a new prompt
+        # late.
+        self._room = asyncio.Semaphore(max_prompts)
         self._process = EngineProcess(EngineConfig.create(**engine_options))
         try:
             self._client = AsyncClient(self._process)
@@ -70,6 +74,11 @@ class EngineReplica:
         """Yield encoded outputs until all requests of a prompt have ended. Whoever cancels this
         aborts them."""
         self._read_on()
+        async with self._room, contextlib.aclosing(self._answer(work)) as parts:
+            async for part in parts:
+                yield part
+
+    async def _answer(self, work: Work) -> AsyncGenerator[bytes, None]:
         requests = work.add.requests()
         self._client.own(requests)
         unfinished = {request.request_id for request in requests}
@@ -95,9 +104,13 @@ class EngineReplica:
             if unfinished:
                 self._client.send(Abort(list(unfinished)))
 
-    async def abort(self, key: str, request_ids: list[str]) -> None:
-        """Abort some of the requests of a prompt. Its stream goes on with the others."""
-        ours = [one for one in self._outputs if _asked(one) in request_ids]
+    async def abort(self, request_ids: list[str]) -> None:
+        """Abort those of these requests that are here. The stream of a prompt goes on with the
+        others of its requests."""
+        asked = frozenset(request_ids)
+        ours = [one for one in self._outputs if _asked(one) in asked]
+        if not ours:
+            return
         self._client.send(Abort(ours))
         for one in ours:
             self._outputs[one].put_nowait(_aborted(one))
