@@ -153,3 +153,19 @@ def make_gemma3(path):
         sliding_window=20,
         max_position_embeddings=512,
     )
+
+
+def make_gemma4(path, **fields):
+    """Layers with a window shorter than an image, which its tokens see within, and without; some
+    without keys of their own, and inputs of layers."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {
+        "num_hidden_layers": 4,
+        "layer_types": layers,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 20,
+        "use_bidirectional_attention": "vision",
+        "max_position_embeddings": 512,
+        "pad_token_id": 7,
+    }
+    return make_tiny_checkpoint(path, "gemma4", sees_images=True, **text | fields)
