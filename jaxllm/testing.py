@@ -81,8 +81,9 @@ def make_tiny_checkpoint(
     """Write a model directory: config, weights, generation config, tokenizer, chat template.
 
     Args:
-      family: one of `jaxllm.models.registry.family_names()`.
-      sees_images: whether it has a tower for images, and what belongs to one: in the family
+      family: one of `jaxllm.models.registry.family_names()`; with a tower also one of
+        `around_names()`.
+      sees_images: whether it has a tower for images, and what belongs to one, as in the family
         'mistral3'.
       config_overrides: fields of config.json, such as num_key_value_heads=1 or
         rope_scaling={"rope_type": "linear", "factor": 2.0}.

@@ -38,7 +38,8 @@ class SelfAttentionSpec:
     reach: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: NormSpec | None = None  # of each head's queries and keys
+    qk_norm: NormSpec | None = None  # of queries and keys
+    norms_all_heads: bool = False  # together; False: each head by itself
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -77,8 +78,10 @@ class SelfAttention(nnx.Module):
             q.rows, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
         self.q_norm, self.k_norm = (
-            None if spec.qk_norm is None else spec.qk_norm.make(spec.head_size, dtype=dtype)
-            for _ in range(2)
+            None
+            if spec.qk_norm is None
+            else spec.qk_norm.make(rows if spec.norms_all_heads else spec.head_size, dtype=dtype)
+            for rows in (q.rows, kv.rows)
         )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
@@ -104,7 +107,11 @@ class SelfAttention(nnx.Module):
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
         if norm is not None:
-            x = norm(x)
+            x = (
+                norm(x.reshape(len(x), -1)).reshape(x.shape)
+                if self.spec.norms_all_heads
+                else norm(x)
+            )
         if self.spec.rope is None:
             return x
         assert context.rotary is not None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge, Square, TokenBudget
+from jaxllm.media.resizing import Area, LongestEdge, Square, Tiles, TokenBudget
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 _FILE = "preprocessor_config.json"
@@ -23,6 +23,9 @@ _HIGHEST_AREA = 1 << 26
 _OF_GEMMA = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 _OF_GEMMA_4 = "Gemma4ImageProcessor"
 _BUDGETS = (70, 140, 280, 560, 1120)  # the numbers of tokens of an image that Gemma 4 has learned
+# What is put around the embeddings of an image of InternVL's.
+_AROUND_TILES = ("<img>", "</img>")
+_MOST_TILES = 64
 _OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
@@ -33,7 +36,8 @@ class Wanted(NamedTuple):
     patch_size: int
     merge: int
     image_token_id: int
-    image_size: int | None = None  # the edges of every image; None: they keep theirs
+    # The edges of every image, or of every tile of one; None: they keep theirs.
+    image_size: int | None = None
     marks: tuple[int, int] | None = None  # the tokens before and behind an image in a text
     sees_all: bool = False  # as ImageSpec has it
     only_in_windows: bool = False
@@ -147,12 +151,7 @@ def _read_qwen(
             f"({area.min_pixels} by default) is at most max_pixels, and max_pixels is at most "
             f"{area.max_pixels}, as the model was trained",
         )
-    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
-    if token is None:
-        raise CheckpointError(
-            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
-            "as image_token_id"
-        )
+    token = _image_token(ids, wanted)
     return {"resizing": changed, "image_token": token, "has_grid_positions": True}
 
 
@@ -163,13 +162,7 @@ def _read_gemma(
     ids: Mapping[str, int],
     changes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    edge = wanted.image_size
-    assert edge is not None, "its tower says how large images are"
-    if fields.get("size") != {"height": edge, "width": edge}:
-        raise CheckpointError(
-            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
-            f"{edge} pixels"
-        )
+    edge = _square_edge(fields, wanted)
     if fields.get("do_pan_and_scan"):
         raise UnsupportedModelError(f"{_FILE}: do_pan_and_scan is not supported; set it to false")
     _check_equal(
@@ -227,12 +220,76 @@ def _read_gemma4(
     }
 
 
+def _read_tiles(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    # crop_to_patches is not asked: InternVLProcessor cuts images, whatever this file says.
+    edge = _square_edge(fields, wanted)
+    of_tile = (edge // wanted.patch_size // wanted.merge) ** 2
+    _check_equal("processor_config.json", processor, "image_seq_length", of_tile)
+    _check_known(changes, ("max_patches",))
+    least, most = fields.get("min_patches", 1), fields.get("max_patches", 12)
+    if not _is_count(least) or not _is_count(most) or not least <= most <= _MOST_TILES:
+        raise UnsupportedModelError(
+            f"{_FILE}: min_patches={shown(least)} and max_patches={shown(most)} must be numbers of "
+            f"tiles, one after the other, up to {_MOST_TILES}"
+        )
+    fewer = changes.get("max_patches", most)
+    if not _is_count(fewer) or not least <= fewer <= most:
+        raise refused(
+            "mm_processor_kwargs.max_patches",
+            fewer,
+            f"it must be a number of tiles from {least} to {most}, as the model was trained",
+        )
+    token = _image_token(ids, wanted)
+    for around in _AROUND_TILES:
+        if around not in ids:
+            raise CheckpointError(f"tokenizer.json: there is no token {shown(around)}")
+    return {
+        "resizing": Tiles(pixels=edge, min_tiles=least, max_tiles=fewer),
+        "image_token": token,
+        "written": (token, token.join(_AROUND_TILES)),
+    }
+
+
 _PROCESSORS = {
     _OF_GEMMA_4: _read_gemma4,
     "Gemma3ImageProcessor": _read_gemma,
+    "GotOcr2ImageProcessor": _read_tiles,
     "PixtralImageProcessor": _read_pixtral,
     "Qwen2VLImageProcessor": _read_qwen,
 }
+
+
+def _square_edge(fields: Mapping[str, Any], wanted: Wanted) -> int:
+    """The pixels of the edges of images that are squares of one size."""
+    edge = wanted.image_size
+    assert edge is not None, "its tower says how large images are"
+    if fields.get("size") != {"height": edge, "width": edge}:
+        raise CheckpointError(
+            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
+            f"{edge} pixels"
+        )
+    return edge
+
+
+def _image_token(ids: Mapping[str, int], wanted: Wanted) -> str:
+    """The token that config.json names by its number."""
+    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
+            "as image_token_id"
+        )
+    return token
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) -> None:

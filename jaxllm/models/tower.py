@@ -70,7 +70,8 @@ class TowerSpec(Protocol):
 
     @property
     def image_size(self) -> int | None:
-        """The pixels of the edges that every image has; None: images keep theirs."""
+        """The pixels of the edges that every image has, or every tile of one; None: images keep
+        theirs."""
         ...
 
     @property

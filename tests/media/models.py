@@ -169,3 +169,17 @@ def make_gemma4(path, **fields):
         "pad_token_id": 7,
     }
     return make_tiny_checkpoint(path, "gemma4", sees_images=True, **text | fields)
+
+
+def make_internvl(path, decoder="qwen3", *, vision=(), **fields):
+    """Before a decoder of another family, and with other fields of the tower."""
+    from safetensors.numpy import save_file
+
+    make_tiny_checkpoint(path, "internvl", sees_images=True, max_position_embeddings=512)
+    config = read_json(path / "config.json") | fields
+    text = tiny_config(decoder) | {"max_position_embeddings": 512}
+    text.pop("tie_word_embeddings")
+    config |= {"text_config": text, "vision_config": config["vision_config"] | dict(vision)}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tiny_weights(config, 0), path / "model.safetensors", metadata={"format": "pt"})
+    return path

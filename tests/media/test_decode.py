@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from jaxllm.media.decode import cut, decode, of_array, places, to_patches
 from jaxllm.media.decode_process import DecodeProcess
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge, TokenBudget, UndecodableError
+from jaxllm.media.resizing import Area, LongestEdge, Tiles, TokenBudget, UndecodableError
 from tests.media.models import encoded, picture
 
 SPEC = ImageSpec(
@@ -25,8 +25,8 @@ SPEC = ImageSpec(
 )  # fmt: skip
 
 
-# As Qwen has it: images are limited in their area.
 GEMMA_4 = msgspec.structs.replace(SPEC, patch_size=4, merge=2, resizing=TokenBudget(70))
+# As Qwen has it: images are limited in their area.
 QWEN = msgspec.structs.replace(SPEC, resizing=Area(min_pixels=256, max_pixels=4096))
 
 
@@ -126,6 +126,47 @@ def test_sizes_of_gemma_4_are_those_of_transformers():
             expected = get_aspect_ratio_preserving_size(height, width, 16, tokens * 9, 3)
             assert size == expected
             assert size[0] * size[1] <= tokens * 48**2
+
+
+def test_tiles_are_those_of_transformers():
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, do_rescale=False, do_normalize=False
+    )
+    more = {f"{h} x {w}": encoded(picture(h, w)) for h, w in [(3, 3), (16, 32), (40, 81), (9, 100)]}
+    numbers = set()
+    for least, most in ((1, 6), (1, 1), (2, 5), (3, 3)):
+        resizing = Tiles(pixels=16, min_tiles=least, max_tiles=most)
+        for name, file in (PICTURES | more).items():
+            made = processor(
+                ImageOps.exif_transpose(Image.open(io.BytesIO(file))),
+                crop_to_patches=True,
+                min_patches=least,
+                max_patches=most,
+                return_tensors="np",
+            )
+            tiles = made["pixel_values"]
+            assert tiles.dtype == np.uint8 and made["num_patches"] == [len(tiles)]
+            one_column = tiles.transpose(0, 2, 3, 1).reshape(-1, 16, 3)
+            spec = msgspec.structs.replace(SPEC, resizing=resizing)
+            assert to_patches(decode(file), spec) == cut(one_column, spec), (name, least, most)
+            assert len(tiles) * 4 <= resizing.max_tokens(8)
+            numbers.add(len(tiles))
+    assert numbers == {1, 3, 4, 5, 6, 7}
+
+
+def test_grids_of_tiles_are_those_of_transformers():
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(0, 9, (500, 2))).astype(int).tolist()
+    sizes += [(448, 448), (633, 633), (634, 634), (1000, 1500), (896, 448), (1, 9000)]
+    for least, most in ((1, 12), (4, 40), (7, 7)):
+        tiles = Tiles(pixels=448, min_tiles=least, max_tiles=most)
+        for size in sizes:
+            columns, rows = get_optimal_tiled_canvas(tuple(size), (448, 448), least, most)
+            assert tiles.size(*size, 28) == (448 * rows, 448 * columns)
 
 
 def test_sizes_of_qwen_are_those_of_transformers():
