@@ -202,6 +202,10 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     }
 
 
+# Numbers that bound what goes into a product and comes out, with their signs.
+_BOUNDS = {"input_min": -1, "input_max": 1, "output_min": -1, "output_max": 1}
+
+
 def _random_tensor(
     name: str,
     shape: tuple[int, ...],
@@ -211,6 +215,8 @@ def _random_tensor(
 ) -> np.ndarray:
     module, leaf = name.split(".")[-2:]
     gain = gains.get(module, 1.0)
+    if leaf in _BOUNDS:
+        return np.array(_BOUNDS[leaf] * (1.5 + 0.1 * rng.standard_normal()))
     if leaf == "bias":
         return 0.2 * rng.standard_normal(shape)
     if len(shape) == 1 or module.endswith("norm"):

@@ -86,8 +86,7 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache, which is empty."""
-        spec, ops = self.spec, context.state_ops
-        assert ops is not None, "the plan has chosen no op"
+        spec = self.spec
         with jax.named_scope("attention"):
             projected = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, spec.head_size)
             num_q, num_kv = (n // self.num_shards for n in (spec.num_heads, spec.num_kv_heads))
@@ -103,16 +102,7 @@ class SelfAttention(nnx.Module):
                 self._place(heads, norm, context)
                 for heads, norm in ((q, self.q_norm), (k, self.k_norm))
             )
-            out = on_shards(
-                functools.partial(
-                    ops.self_attention,
-                    config=SelfAttentionConfig(scale=spec.scale, reach=spec.reach),
-                ),
-                (q, k, v, context.paged[0].batch.query_starts),
-                (_HEADS, _HEADS, _HEADS, ()),
-                _HEADS,
-                context.mesh,
-            )
+            out = attend(spec, q, k, v, context)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
@@ -126,3 +116,21 @@ class SelfAttention(nnx.Module):
             return x
         assert context.rotary is not None
         return rotate(x, context.rotary)
+
+
+def attend(
+    spec: SelfAttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, context: StepContext
+) -> jax.Array:
+    """Let tokens see their texts: heads [T, N, H] of queries and [T, K, H] of keys and values, cut
+    over the shards. Return [T, N, H]."""
+    ops = context.state_ops
+    assert ops is not None, "the plan has chosen no op"
+    return on_shards(
+        functools.partial(
+            ops.self_attention, config=SelfAttentionConfig(scale=spec.scale, reach=spec.reach)
+        ),
+        (q, k, v, context.paged[0].batch.query_starts),
+        (_HEADS, _HEADS, _HEADS, ()),
+        _HEADS,
+        context.mesh,
+    )

@@ -104,3 +104,23 @@ class Area(msgspec.Struct, frozen=True, tag=True):
         smallest, longest = math.sqrt(self.min_pixels) / side, math.sqrt(_MOST_UNEQUAL)
         rounded_up = smallest**2 + smallest * (longest + 1 / longest) + 1
         return math.floor(max(self.max_pixels / side**2, in_row, rounded_up))
+
+
+class TokenBudget(msgspec.Struct, frozen=True, tag=True):
+    """Gemma 4's: every image becomes as large as so many tokens allow, and keeps its ratio as far
+    as whole tokens do."""
+
+    tokens: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of an image, for tokens of so many pixels a side."""
+        factor = math.sqrt(self.tokens * side**2 / (height * width))
+        rows, columns = (math.floor(edge * factor / side) for edge in (height, width))
+        if not rows:
+            rows, columns = 1, min(math.floor(width / height), self.tokens)
+        elif not columns:
+            rows, columns = min(math.floor(height / width), self.tokens), 1
+        return rows * side, columns * side
+
+    def max_tokens(self, side: int) -> int:
+        return self.tokens

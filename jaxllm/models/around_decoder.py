@@ -74,5 +74,14 @@ def beside_vision_tower(
     return dataclasses.replace(first, others=tuple(others))
 
 
+def beside_embed_vision(names: CheckpointMap, tower: TowerSpec) -> CheckpointMap:
+    """The map of Gemma 4's decoder beside the tower for images; that for sound is not loaded."""
+    modules = {name: f"model.{name}" for name in ("vision_tower", "embed_vision")}
+    inside = tower.names(CheckpointMap()).with_names(**modules)
+    names = names.with_names(model="model.language_model")
+    names = names.ignoring(r"model\.(audio_\w+|embed_audio)\..*")
+    return dataclasses.replace(names, parts={"tower": inside})
+
+
 def _layouts(names: CheckpointMap) -> list[CheckpointMap]:
     return [dataclasses.replace(its, others=()) for its in (names, *names.others)]

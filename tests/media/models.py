@@ -155,6 +155,22 @@ def make_gemma3(path):
     )
 
 
+def make_gemma4(path, **fields):
+    """Layers with a window shorter than an image, which its tokens see within, and without; some
+    without keys of their own, and inputs of layers."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {
+        "num_hidden_layers": 4,
+        "layer_types": layers,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 20,
+        "use_bidirectional_attention": "vision",
+        "max_position_embeddings": 512,
+        "pad_token_id": 7,
+    }
+    return make_tiny_checkpoint(path, "gemma4", sees_images=True, **text | fields)
+
+
 def make_internvl(path, decoder="qwen3", *, vision=(), **fields):
     """Before a decoder of another family, and with other fields of the tower."""
     from safetensors.numpy import save_file
