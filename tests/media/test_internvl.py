@@ -149,6 +149,18 @@ def test_crowds_caches_and_steps_change_nothing(llm, alone):
     assert llm.llm_engine.stats().num_images_encoded == encoded
 
 
+def test_chats_have_what_is_put_around_images(llm, alone):
+    parts = [{"type": "image_pil", "image_pil": PICTURES[1]}, {"type": "text", "text": "What?"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)
+    image = [OPENS, *[SOFT] * 64, CLOSES]
+    before, behind = map(llm.get_tokenizer().encode, ("<|im_start|>user\n", "What?<|im_end|>\n"))
+    ids = output.prompt_token_ids
+    assert ids[: len(before + image + behind)] == before + image + behind
+    parts[1]["text"] = f"What is {MARK}?"
+    with pytest.raises(ValidationError, match="2 times"):
+        llm.chat([{"role": "user", "content": parts}], PARAMS, use_tqdm=False)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
