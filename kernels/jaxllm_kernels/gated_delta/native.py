@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.gated_delta.xla import advance_tile
 from jaxllm_kernels.native.library import Library
+from jaxllm_kernels.recurrent.native import advance_rows
 from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.recurrent.scan import scan_tiles
 
@@ -35,31 +36,10 @@ class NativeDelta:
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
         operands = (q, k, v, log_decay, beta)
-        # The tiles come first: they also write behind their tokens.
         out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=v.shape[1:])
-        num_drafting, drafting = jnp.int32(0), jnp.zeros(0, jnp.int32)
-        if rows.drafts is not None:
-            num_drafting, drafting = rows.drafts.num_rows, rows.drafts.rows
-        call = jax.ffi.ffi_call(
-            self.library.target("jaxllm_delta", jnp.float32),
-            (
-                jax.ShapeDtypeStruct(state.shape, state.dtype),
-                jax.ShapeDtypeStruct(out.shape, out.dtype),
-            ),
-            input_output_aliases={5: 0, 6: 1},
-        )
-        state, out = call(
+        operands = (
             *(x.astype(jnp.float32) for x in (q, k, v)),
             log_decay.reshape(*beta.shape, -1),
             beta,
-            state,
-            out,
-            rows.slots,
-            rows.begins,
-            rows.query_starts,
-            rows.lengths,
-            rows.num_kept,
-            drafting,
-            jnp.stack([rows.num_decodes, num_drafting]),
         )
-        return out[: len(v)], state
+        return advance_rows(self.library, "jaxllm_delta", operands, state, out, rows)
