@@ -238,7 +238,7 @@ class CaseResult(NamedTuple):
 class _Row(NamedTuple):
     """A request: its whole context, unpaged, and its blocks in the backend's cache."""
 
-    index: int
+    number: int  # of the case's rows
     q: np.ndarray  # [context, N, H]
     k: np.ndarray  # [context, K, H]
     v: np.ndarray  # [context, K, V]
@@ -257,7 +257,7 @@ class _Span(NamedTuple):
         positions = np.arange(self.start, self.end)
         last = positions.copy()
         for row, start, end in case.spans:
-            if row == self.row.index:
+            if row == self.row.number:
                 last[(start <= positions) & (positions < end)] = min(end, self.end) - 1
         return last
 
