@@ -1,4 +1,4 @@
-"""The gated delta rule on CPUs: decodes and rows with drafts in C++, tiles in XLA."""
+"""The gated delta rule on CPUs, in C++: all rows, or decodes and drafts beside tiles in XLA."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,15 @@ class NativeDelta:
 
     library: Library
     name: str = "native"
+    # Whether every row is computed token by token: a tile adds up otherwise than its tokens one by
+    # one, and where tiles begin depends on how a prompt is cut.
+    by_token: bool = False
 
     @classmethod
-    def load(cls, library: Library) -> "NativeDelta":
+    def load(cls, library: Library, *, by_token: bool = False) -> "NativeDelta":
         """Load the function; raise ValueError, which says why, if it cannot be built."""
         library.add_delta()
-        return cls(library)
+        return cls(library, by_token=by_token)
 
     def __call__(
         self,
@@ -34,12 +37,19 @@ class NativeDelta:
         state: jax.Array,
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
-        operands = (q, k, v, log_decay, beta)
-        # The tiles come first: they also write behind their tokens.
-        out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=v.shape[1:])
-        num_drafting, drafting = jnp.int32(0), jnp.zeros(0, jnp.int32)
-        if rows.drafts is not None:
-            num_drafting, drafting = rows.drafts.num_rows, rows.drafts.rows
+        if self.by_token:
+            out = jnp.zeros(v.shape, jnp.float32)
+            # Rows without tokens have no slot, and are skipped.
+            drafting = jnp.arange(len(rows.slots), dtype=jnp.int32)
+            counts = jnp.array([0, len(drafting)], jnp.int32)
+        else:
+            operands = (q, k, v, log_decay, beta)
+            # The tiles come first: they also write behind their tokens.
+            out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=v.shape[1:])
+            num_drafting, drafting = jnp.int32(0), jnp.zeros(0, jnp.int32)
+            if rows.drafts is not None:
+                num_drafting, drafting = rows.drafts.num_rows, rows.drafts.rows
+            counts = jnp.stack([rows.num_decodes, num_drafting])
         call = jax.ffi.ffi_call(
             self.library.target("jaxllm_delta", jnp.float32),
             (
@@ -60,6 +70,6 @@ class NativeDelta:
             rows.lengths,
             rows.num_kept,
             drafting,
-            jnp.stack([rows.num_decodes, num_drafting]),
+            counts,
         )
         return out[: len(v)], state
