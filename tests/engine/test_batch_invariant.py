@@ -65,21 +65,17 @@ def num_preemptions(llm):
     return llm.llm_engine.stats().num_preemptions
 
 
-# The second one has experts, delta nets with convolutions, and codes of 4 bits of all of them.
+# The second one has experts, and delta nets with convolutions beside attention.
 MODELS = {
-    "dense": ("llama", {}, {}),
-    "experts, states and codes": (
-        "qwen3_next",
-        {"hidden_size": 128, "moe_intermediate_size": 128},
-        {"quantization": "int4", "mamba_block_size": 16},
-    ),
+    "dense": ("llama", {}),
+    "experts and states": ("qwen3_next", {"mamba_block_size": 16}),
 }
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def llm(request, tmp_path_factory):
-    family, fields, options = MODELS[request.param]
-    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), family, **fields)
+    family, options = MODELS[request.param]
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), family)
     return LLM(str(model), **FEW | options)
 
 
