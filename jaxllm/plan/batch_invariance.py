@@ -6,6 +6,7 @@
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
@@ -22,7 +23,9 @@ from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import Experts
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.quantization.linear import CodedHead, CodedLinear
+from jaxllm.quantization.linear import CodedExperts, CodedHead, CodedLinear
+
+_SHOWN_CODES = ("int8", "int4", "float8_e4m3fn")
 
 
 def check_options(config: EngineConfig) -> None:
@@ -69,10 +72,10 @@ def _why_not(plan: EnginePlan) -> str | None:
         return f"whether the class of {plan.architecture.name} keeps it is not known"
     if not isinstance(plan.matmul, NativeMatmul) or plan.row_sums is None:
         return "it needs our own kernels for CPUs, and products are XLA's"
-    if type(plan.attention) is not NativeBackend:
-        return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
     if (why := _states(plan)) is not None:
         return why
+    if type(plan.attention) is not NativeBackend:
+        return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
     models = [plan.abstract_model(stage) for stage in plan.stages]
     return next(filter(None, map(_products, models)), None)
 
@@ -84,6 +87,10 @@ def _states(plan: EnginePlan) -> str | None:
     mixers = {type(mixer) for layer in plan.architecture.layers for mixer in layer.mixers}
     if MambaSpec in mixers:
         return "the state spaces of Mamba are XLA's, which do not keep it"
+    if plan.dtype != jnp.float32:
+        return "recurrent layers were shown to keep it in float32; set dtype='float32'"
+    if plan.speculation is not None:
+        return "it was not shown for recurrent layers with drafts; leave them out"
     if not isinstance(ops.conv, NativeConv):
         return f"convolutions keep it with our own kernel, and these are {ops.conv.name!r}"
     has_delta = not mixers.isdisjoint((GatedDeltaSpec, KimiDeltaSpec))
@@ -95,6 +102,8 @@ def _states(plan: EnginePlan) -> str | None:
 def _products(model: Any) -> str | None:
     """Why experts or products with codes do not keep it."""
     for _, module in nnx.iter_graph(model):
+        if isinstance(module, CodedExperts):
+            return "it was not shown for experts with codes"
         if isinstance(module, Experts) and not isinstance(module.op, NativeExperts):
             return f"experts keep it with our own kernel, and these are {module.op.name!r}"
         if isinstance(module, CodedLinear):
@@ -105,4 +114,6 @@ def _products(model: Any) -> str | None:
             continue
         if not isinstance(product, NativeCodedMatmul):
             return f"products with {module.form} are {product.name!r}, and 'native' ones keep it"
+        if module.form.codes not in _SHOWN_CODES:
+            return f"it was not shown for {module.form}, but for {' and '.join(_SHOWN_CODES)}"
     return None

@@ -128,6 +128,7 @@ def test_the_summary_says_so(tmp_path):
         ("llama", {"enable_lora": True}, "enable_lora"),
         ("falcon_h1", {}, "state spaces of Mamba"),
         ("deepseek_v3", {}, "latent"),
+        ("lfm2", {"dtype": "bfloat16"}, "dtype='float32'"),
         # Of 64 inputs, which are no whole chunk.
         ("llama", {"quantization": "int4"}, "'xla', and 'native' ones"),
         ("llama", {"runner": "pooling"}, "pool"),
@@ -167,14 +168,8 @@ MECHANISMS = {
     "fp8": ("llama", {}, {"dtype": "bfloat16", "quantization": "fp8"}),
     "experts": ("qwen3_moe", {"head_dim": 32}, {"dtype": "float32"}),
     "experts in bfloat16": ("qwen3_moe", {"head_dim": 32}, {"dtype": "bfloat16"}),
-    "experts of int4": (
-        "qwen3_moe",
-        {"head_dim": 32, "hidden_size": 128, "moe_intermediate_size": 128},
-        {"dtype": "bfloat16", "quantization": "int4"},
-    ),
     "convolutions": ("lfm2", {}, {"dtype": "float32"}),
     "delta nets": ("qwen3_next", {}, {"dtype": "float32"}),
-    "delta nets in bfloat16": ("qwen3_next", {}, {"dtype": "bfloat16"}),
     "int8 cache": ("llama", {}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
     "fp8 cache": ("llama", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "drafts": ("llama", {}, {"dtype": "float32", "spec_method": "ngram", "spec_tokens": 3}),
