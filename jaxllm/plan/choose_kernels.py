@@ -43,6 +43,7 @@ from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.row_sums.native import NativeRowSums
 from jaxllm_kernels.sampler.native import NativeSampler
+from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
@@ -243,6 +244,8 @@ def choose_state_ops(
         load["conv"] = functools.partial(NativeConv.load, library, dtype)
     if not mixers.isdisjoint(_DELTA):
         load["delta"] = functools.partial(NativeDelta.load, library, by_token=row_sums is not None)
+    if MambaSpec in mixers:
+        load["ssd"] = functools.partial(NativeSsd.load, library)
     for name, its in load.items():
         try:
             ops = replace(ops, **{name: its()})

@@ -33,6 +33,7 @@ from jaxllm.server.count_tokens import TokenCount, count_tokens
 from jaxllm.server.endpoint import Access, Endpoint, Handler, by
 from jaxllm.server.json_endpoint import JSONEndpoint
 from jaxllm.server.openapi import describe
+from jaxllm.server.options import ServerOptions
 from jaxllm.server.page.files import PAGE
 from jaxllm.server.pooling import PoolingEndpoint
 from jaxllm.server.render import Rendered, render_chat, render_completions
@@ -222,20 +223,26 @@ ENDPOINTS = (
 
 def offered(service: Service, keys: Keys) -> list[Endpoint]:
     """Those that a server has."""
-    found = list(FOR_USERS)
-    if service.engine.info.pooling is not None:
-        found += FOR_POOLING
-    if service.options.enable_tokenizer_info_endpoint:
-        found += OF_TOKENIZER
-    if not service.options.disable_page:
-        found += PAGE
+    found = for_users(service.options, pools=service.engine.info.pooling is not None)
     if keys.admin or service.options.admin_without_key:
         found += FOR_OPERATORS
         if service.engine.config.profiler.profile_dir is not None:
             found += OF_PROFILER
         if service.engine.info.adapters is not None:
             found += OF_ADAPTERS
-    if service.options.metrics_without_key:
+    return found
+
+
+def for_users(options: ServerOptions, *, pools: bool) -> list[Endpoint]:
+    """Those that need no admin key."""
+    found = list(FOR_USERS)
+    if pools:
+        found += FOR_POOLING
+    if options.enable_tokenizer_info_endpoint:
+        found += OF_TOKENIZER
+    if not options.disable_page:
+        found += PAGE
+    if options.metrics_without_key:
         found = [_without_key(one) if one.path == "/metrics" else one for one in found]
     return found
 

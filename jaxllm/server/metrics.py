@@ -179,12 +179,21 @@ class ServerMetrics:
     def expose(self, of_engine: Sequence[Metric], reports: Sequence[bytes] = ()) -> bytes:
         """Format the page: the engine's metrics, which the caller has just read, and the server's,
         with the reports of other frontends added."""
-        counted = added(self.registry.collect(), reports)
-        return generate_latest(_AsRead([*of_engine, *counted]))
+        return page([*of_engine, *added(self.registry.collect(), reports)])
 
     def report(self) -> bytes:
         """Encode this frontend's counts for another frontend's page."""
         return report(self.registry.collect())
+
+
+def page(families: Iterable[Metric]) -> bytes:
+    """Format these metrics. Those of one name become one, with the samples of all."""
+    found: dict[str, Metric] = {}
+    for family in families:
+        known = found.setdefault(family.name, family)
+        if known is not family:
+            known.samples += family.samples
+    return generate_latest(_AsRead(list(found.values())))
 
 
 class _AsRead(Collector):

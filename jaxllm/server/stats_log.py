@@ -16,8 +16,12 @@ logger = init_logger(__name__)
 _EVERY_S = 10.0
 
 
-async def log_stats(engine: AsyncLLMEngine, every_s: float = _EVERY_S) -> None:
-    """Log until the task is cancelled or the engine has ended."""
+async def log_stats(
+    engine: AsyncLLMEngine, every_s: float = _EVERY_S, *, model: str | None = None
+) -> None:
+    """Log until the task is cancelled or the engine has ended. With a name of the model, each line
+    begins with it."""
+    head = "" if model is None else f"{model}: "
     before, then = await engine.stats(), time.monotonic()
     was_idle = True
     while engine.is_running:
@@ -25,7 +29,7 @@ async def log_stats(engine: AsyncLLMEngine, every_s: float = _EVERY_S) -> None:
         stats, now = await engine.stats(), time.monotonic()
         is_idle = stats.num_steps == before.num_steps
         if not (is_idle and was_idle):
-            logger.info("%s", state_line(before, stats, now - then))
+            logger.info("%s%s", head, state_line(before, stats, now - then))
         before, then, was_idle = stats, now, is_idle
 
 

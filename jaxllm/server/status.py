@@ -27,8 +27,7 @@ async def load(service: Service, request: Request) -> Response:
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    names = [*service.served.names, *(one.lora_name for one in service.served.adapters)]
-    return json_response(ModelList(data=[_model(service, name) for name in names]))
+    return json_response(ModelList(data=model_cards(service)))
 
 
 async def show_model(service: Service, request: Request) -> Response:
@@ -45,6 +44,12 @@ async def expose_metrics(service: Service, request: Request) -> Response:
         raise UnavailableError("a frontend does not say what it has counted") from None
     page = service.metrics.expose(await service.engine_metrics.read(), reports)
     return Response(page, media_type="text/plain; version=0.0.4")
+
+
+def model_cards(service: Service) -> list[ModelCard]:
+    """The model and its adapters."""
+    names = [*service.served.names, *(one.lora_name for one in service.served.adapters)]
+    return [_model(service, name) for name in names]
 
 
 def _model(service: Service, name: str) -> ModelCard:

@@ -11,12 +11,34 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.ssd.cases import LAYERS, TOLERANCE, error, outputs
+from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.reference import ReferenceSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 XLA = XlaSsd()
+# What the kernel in C++ computes always: decodes and drafts, with rows and columns that fill no
+# whole vectors.
+ALWAYS = ("drafts", "odd sizes")
+NATIVE = [
+    ALWAYS,
+    *((name, "usual") for name in CASES),
+    *(("drafts", layer) for layer in LAYERS if layer not in ("usual", "odd sizes")),
+]
 # As on accelerators, but with fewer decodes at once than a step has.
 BATCHED = XlaSsd(name="batched", at_once=2)
+
+
+@pytest.fixture
+def native(any_library):
+    return NativeSsd.load(any_library)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [pytest.param(*it, marks=[] if it == ALWAYS else pytest.mark.sweep) for it in NATIVE],
+)
+def test_native_is_right(native, name, layer):
+    assert error(native, name, LAYERS[layer]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,13 +66,15 @@ def test_operands_of_16_bits_are_computed_in_float32():
     assert error(XLA, "mixed", LAYERS["usual"], "bfloat16") < TOLERANCE
 
 
-def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd():
+@pytest.mark.parametrize("kind", ["xla", "native"])
+def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd(kind, library):
+    op = XLA if kind == "xla" else NativeSsd.load(library)
     crowd = CASES["mixed"]
     alone = dataclasses.replace(
         crowd, steps=tuple(tuple(row for row in step if row[0] == 1) for step in crowd.steps)
     )
     # Its row of one token is a decode in both.
-    own, among_others = (outputs(XLA, case, LAYERS["usual"])[1] for case in (alone, crowd))
+    own, among_others = (outputs(op, case, LAYERS["usual"])[1] for case in (alone, crowd))
     np.testing.assert_array_equal(own, among_others)
 
 

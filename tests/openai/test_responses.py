@@ -11,6 +11,8 @@ from jaxllm.openai.responses.store import IN_MEMORY, ResponseStore
 
 HELLO = {"role": "user", "content": "Hello"}
 BODY = {"model": "tiny", "input": "Hello"}
+LOOK = {"type": "function", "name": "look", "description": "Look somewhere."}
+SEA = {"type": "namespace", "name": "sea", "description": "At the sea.", "tools": [LOOK]}
 
 
 def call(id="a", **more):
@@ -86,12 +88,28 @@ def test_what_cannot_be_said_is_refused_by_its_place(items, field):
     assert caught.value.parameter == field
 
 
+def test_a_function_of_a_namespace_has_the_model_s_name_for_it():
+    body = BODY | {"tools": [LOOK, SEA], "client_metadata": {"session": "a"}}
+    chat = responses_endpoint(None).request.read(body).chat
+    functions = [tool.function for tool in chat.tools]
+    assert [one.name for one in functions] == ["look", "sea.look"]
+    assert functions[1].description == "At the sea.\n\nLook somewhere."
+    (_, answer, _) = read_items([HELLO, call(namespace="sea"), output()])
+    assert answer["tool_calls"][0]["function"]["name"] == "sea.look"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [SEA | {"name": ""}]}, "tools[0].name"),
+        ({"tools": [SEA | {"strict": True}]}, "tools[0].strict"),
+        ({"tools": [SEA | {"tools": []}]}, "tools[0].tools"),
+        ({"tools": [SEA | {"tools": [LOOK, SEA]}]}, "tools[0].tools[1].type"),
+        ({"tools": [LOOK | {"tools": [LOOK]}]}, "tools[0].tools"),
+        ({"tools": [LOOK | {"name": "sea.look"}, SEA]}, "tools"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -6,6 +6,7 @@ lost on the way. Run when asked for: a Ray cluster of three nodes (tests/server/
 
 import asyncio
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -13,11 +14,14 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams, ValidationError
 from jaxllm.config import EngineArgs
 from jaxllm.engine.commands import ResetPrefixCache
+from jaxllm.server.ray.models import read_models
 from jaxllm.server.ray.options import read, typed
 from jaxllm.server.ray.replica import EngineReplica
 from jaxllm.testing import make_tiny_checkpoint
@@ -45,6 +49,11 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         ({"nnodes": 2}, "nnodes=2: an engine under Ray Serve has one host"),
         ({"distributed_executor_backend": "ray"}, "backend='ray': an engine under Ray Serve has"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas=2: it and autoscaling_c"),
+        ({"autoscaling_config": {"target_kv_cache_usage": 0}}, "cache_usage=0: it is a share of"),
+        (
+            {"autoscaling_config": {"target_kv_cache_usage": 0.5, "policy": {}}},
+            "policy={}: target_kv_cache_usage has a policy of its own",
+        ),
         ({"num_replicas": 0}, "num_replicas=0: it must be at least 1"),
         ({"routing_policy": "best"}, "routing_policy='best' is not one of 'prefix'"),
         ({"placement_group_strategy": "PACK"}, "='PACK': it needs placement_group_bundles"),
@@ -55,6 +64,56 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 def test_what_makes_no_fleet_is_refused(arguments, why):
     with pytest.raises(ValidationError, match=why):
         read({"model": "m", **arguments})
+
+
+A, B = {"model": "a", "lora_modules": ["x=/x"]}, {"model": "b", "served_model_name": ["c", "d"]}
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"models": []}, r"models=\[\]: give a list of models"),
+        ({"models": ["a"]}, r"models\[0\]='a': it must be an object"),
+        ({"models": [A, A]}, r"served_model_name='a': models\[0\] and \[1\] both have this name"),
+        ({"models": [A, {"model": "x"}]}, r"served_model_name='x': models\[0\] and \[1\] both"),
+        ({"models": [A, B | {"served_model_name": ["c", "c"]}]}, r"='c': models\[1\] both have"),
+        ({"models": [A, B | {"modell": 1}]}, r"models\[1\]: unknown engine argument 'modell'"),
+        ({"models": [A, B | {"num_replicas": 0}]}, r"models\[1\]: num_replicas=0: it must be"),
+        ({"models": [A, B | {"api_key": ["k"]}]}, r"models\[1\].api_key=\['k'\]: it is for all"),
+        ({"models": [A, B | {"models": [A]}]}, r"models\[1\].models=.* a model has none within"),
+        ({"models": [A], "max_num_seqs": 4}, "max_num_seqs=4: beside models there are only"),
+        ({"models": [A], "model": "a"}, "model='a': beside models there are only"),
+        ({"models": [A], "port": 1}, "port=1: Ray Serve's proxy listens"),
+        ({"models": [A], "num_frontends": 0}, "num_frontends=0: it must be at least 1"),
+        ({"models": [A], "enable_tokenizer_info_endpoint": True}, "a request for it names no mo"),
+        (
+            {"models": [A | {"lora_resolver_dirs": ["/x"]}, B | {"lora_resolver_dirs": ["/x"]}]},
+            "lora_resolver_dirs='/x': .* would both look up a name there",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_a_request_could_not_tell_apart_are_refused(options, why):
+    with pytest.raises(ValidationError, match=why):
+        read_models(options)
+
+
+def test_each_of_several_models_has_its_own_options():
+    scaling = {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}}
+    asked = read_models(
+        typed(
+            {
+                "models": json.dumps([A | {"max_num_seqs": 2}, B | scaling]),
+                "api_key": "k", "num_frontends": "2",
+            }
+        )
+    )  # fmt: skip
+    a, b = asked.models
+    assert (a.names, b.names) == (("a", "x"), ("c", "d"))
+    assert (a.deployment, b.deployment) == ("Engine-a", "Engine-c")
+    assert [one.asked.config.scheduler.max_num_seqs for one in asked.models] == [2, None]
+    assert b.asked.fleet.autoscaling_config == scaling["autoscaling_config"]
+    assert {one.asked.server.api_key for one in asked.models} == {("k",)}
+    assert asked.fleet.num_frontends == 2
 
 
 def test_options_are_read_from_texts():
@@ -82,7 +141,8 @@ class Handle:
 
     def __init__(self, replica):
         self.replica, self.losses, self.num_streams = replica, [], 0
-        self.abort = SimpleNamespace(remote=lambda *args: asyncio.create_task(replica.abort(*args)))
+        self.is_slow = False  # to answer calls
+        self.describe = SimpleNamespace(remote=replica.describe)
 
     def options(self, *, method_name, stream):
         assert (method_name, stream) == ("answer", True)
@@ -90,6 +150,8 @@ class Handle:
 
     def broadcast(self, name, *args):
         async def results_async(**how):
+            while self.is_slow:
+                await asyncio.sleep(0)
             return [await getattr(self.replica, name)(*args), RuntimeError("it is lost")]
 
         return SimpleNamespace(results_async=results_async)
@@ -135,7 +197,7 @@ def loop():
 @pytest.fixture(scope="module")
 def handle(options):
     pytest.importorskip("ray.serve")
-    return Handle(EngineReplica(options))
+    return Handle(EngineReplica(options, max_prompts=2))
 
 
 class Frontend:
@@ -240,6 +302,92 @@ def test_an_abort_reaches_the_engine(ask, loop):
     assert loop.run(asyncio.wait_for(leave(), 60)) - before < 200
 
 
+def test_a_slow_replica_delays_no_figures(ask, loop, handle, monkeypatch):
+    pytest.importorskip("ray.serve")
+    monkeypatch.setattr("jaxllm.server.ray.fleet._PATIENCE_S", 0.01)
+
+    async def read():
+        before = await ask.engine.stats()
+        handle.is_slow = True
+        assert [await ask.engine.stats() for _ in range(2)] == [before] * 2
+        handle.is_slow = False
+        fleet = ask.engine._client
+        await asyncio.wait(fleet._asked.values())
+        await ask.engine.stats()
+        assert not fleet._asked
+
+    loop.run(asyncio.wait_for(read(), 60))
+
+
+def test_a_request_finds_its_model_among_several(options, loop, handle, monkeypatch):
+    pytest.importorskip("ray.serve")
+    monkeypatch.setattr("jaxllm.server.ray.ingress._PATIENCE_S", 1.0)
+    from jaxllm.server.auth import read_keys
+    from jaxllm.server.ray.frontend import service_of
+    from jaxllm.server.ray.ingress import HostedModel, Models
+
+    entries = [options | {"served_model_name": [*names]} for names in ("ab", "c", "d")]
+    asked = read_models({"models": entries, "api_key": ["key"], "disable_log_stats": True})
+    keys = read_keys(asked.server)
+
+    async def make(model):
+        if model.names == ("d",):
+            await asyncio.Event().wait()  # it never starts
+        return await service_of(handle, model.asked, has_own_seed=False)
+
+    async def ask_all():
+        hosted = [HostedModel(one, functools.partial(make, one), keys) for one in asked.models]
+        models = Models(hosted, asked.server, keys)
+        await models.start()
+        app = models.app()
+        async with app.router.lifespan_context(app), client_of(app) as client:
+            found = {}
+            for name in ("a", "b", "c", "d", "e", None, 5):
+                body = {"prompt": "Hi", "max_tokens": 2, "model": name}
+                found[name] = await client.post("/v1/completions", json=body)
+            found["anthropic"] = await client.post("/v1/messages", json={"model": "e"})
+            found["no json"] = await client.post(
+                "/v1/completions", content=b"{", headers={"Content-Type": "application/json"}
+            )
+            found["pooling"] = await client.post("/v1/embeddings", json={"model": "a"})
+            found["no key"] = await client.post(
+                "/v1/completions", json={}, headers={"Authorization": "Bearer other"}
+            )
+            for path in ("/v1/models", "/v1/models/c", "/v1/models/e", "/metrics", "/ready",
+                         "/health", "/load", "/openapi.json", "/version"):  # fmt: skip
+                found[path] = await client.get(path)
+            return found
+
+    found = loop.run(asyncio.wait_for(ask_all(), 120))
+    assert {name: one.status_code for name, one in found.items()} == {
+        "a": 200, "b": 200, "c": 200, "d": 503, "e": 404, None: 400, 5: 400, "anthropic": 404,
+        "no json": 400, "pooling": 404, "no key": 401, "/v1/models": 200, "/v1/models/c": 200,
+        "/v1/models/e": 404, "/metrics": 200, "/ready": 503, "/health": 200, "/load": 200,
+        "/openapi.json": 200, "/version": 200,
+    }  # fmt: skip
+    assert [found[name].json()["model"] for name in "abc"] == ["a", "a", "c"]
+    error = found["e"].json()["error"]
+    assert (error["type"], error["param"]) == ("NotFoundError", "model")
+    assert "the names are 'a', 'b', 'c', 'd'" in error["message"]
+    assert found["anthropic"].json()["error"]["type"] == "not_found_error"
+    assert found["d"].headers["Retry-After"]
+    assert [one["id"] for one in found["/v1/models"].json()["data"]] == ["a", "b", "c"]
+    ended = {
+        sample.labels["model_name"]: sample.value
+        for family in text_string_to_metric_families(found["/metrics"].text)
+        for sample in family.samples
+        if sample.name == "jaxllm:request_success_total"
+    }
+    assert ended == {"a": 2, "c": 1}
+
+
+def client_of(app):
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test",
+        headers={"Authorization": "Bearer key"},
+    )  # fmt: skip
+
+
 class Asked:
     """A router of Ray Serve's before two replicas, as Ray calls it."""
 
@@ -250,7 +398,7 @@ class Asked:
 
         self.ids = [ReplicaID(name, DeploymentID("Engine")) for name in "ab"]
         self.router = PolicyRouter.__new__(PolicyRouter)  # without Ray's half
-        self.router.initialize_state(policy="least_work")
+        self.router.initialize_state(policy="least_work", num_reserved=2)
         self.router._policy.set_replicas(self.ids)
 
     def pending(self, name):
@@ -266,13 +414,33 @@ class Asked:
         metadata: Any = SimpleNamespace(internal_request_id=name)
         return PendingRequest([Work(Add.of([one]))], {}, metadata)
 
+    async def ranked(self, pending):
+        replicas: Any = [
+            SimpleNamespace(replica_id=one, max_ongoing_requests=7) for one in self.ids
+        ]
+        return await self.router.choose_replicas(replicas, pending)
+
     async def chosen(self, pending):
-        replicas: Any = [SimpleNamespace(replica_id=one) for one in self.ids]
-        (first, *_) = await self.router.choose_replicas(replicas, pending)
-        return first[0].replica_id
+        ((first,), *_) = await self.ranked(pending)
+        return first.replica_id
 
     def work(self):
         return [self.router._policy._work[one] for one in self.ids]
+
+
+def test_prompts_leave_room_for_orders_in_a_replica(loop):
+    pytest.importorskip("ray.serve")
+    from ray.serve.request_router import PendingRequest
+
+    asked = Asked()
+    for pending, num, most in (
+        (asked.pending("1"), 2, 5),
+        (PendingRequest([], {}, asked.pending("2").metadata), 1, 7),
+    ):
+        found = loop.run(asked.ranked(pending))
+        assert len(found) == num
+        assert pending.routing_context.should_backoff == (num == 2)
+        assert {one.max_ongoing_requests for some in found for one in some} == {most}
 
 
 def test_a_request_that_left_before_it_had_a_replica_is_no_work(loop):
@@ -333,8 +501,15 @@ def on_a_cluster(directory, *parts):
 def test_replicas_and_nodes_may_be_lost(tmp_path):
     """The checks of each answer are in the other process."""
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path, "disconnect", "lose")
+    found = on_a_cluster(tmp_path / "model", "disconnect", "busy", "several", "lose")
     assert found["disconnect"]["generated"] < found["disconnect"]["asked"] / 3
+    answers = found["several"]["answers"]
+    assert {name: one[0] for name, one in answers.items()} == {
+        "first": "first", "second": "second", "adapter": "adapter", "other": 404,
+    }  # fmt: skip
+    assert answers["first"][1] == answers["second"][1] != answers["adapter"][1]
+    assert found["several"]["listed"] == ["first", "second", "adapter"]
+    assert max(found["busy"]["figures_s"]) < min(found["busy"]["answers_s"]) / 3
     lost = found["lose"]
     assert lost["again"] == {"whole": 60}
     for name in ("replica", "node"):
@@ -344,11 +519,23 @@ def test_replicas_and_nodes_may_be_lost(tmp_path):
 
 
 @pytest.mark.sweep
+def test_a_replica_a_node_and_the_proxy_are_lost_one_after_another(tmp_path):
+    pytest.importorskip("ray.serve")
+    found = on_a_cluster(tmp_path / "model", "storm")["storm"]
+    assert found["again"] == {"whole": 60}
+    assert sum(found["storm"].values()) == 300 and "lost" not in found["storm"]
+    # Two replicas of four rows were killed, and what waits in them has not begun.
+    assert found["storm"].get("begun and lost", 0) <= 8
+
+
+@pytest.mark.sweep
 def test_a_fleet_scales_and_routes_by_prefixes_as_simulated(tmp_path):
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path, "scale", "prefix", "random")
-    assert found["scale"]["seen"] == [1, 2, 1]
-    assert all(set(one) == {"whole"} for one in found["scale"]["answers"])
+    found = on_a_cluster(tmp_path / "model", "scale", "scale by cache", "prefix", "random")
+    for part in ("scale", "scale by cache"):
+        seen = found[part]["seen"]
+        assert (seen[0], max(seen), seen[-1]) == (1, 3, 1)
+        assert all(set(one) == {"whole"} for one in found[part]["answers"])
     for policy in ("prefix", "random"):
         assert found[policy]["hit_rate"] == pytest.approx(found[policy]["simulated"], rel=0.1)
     assert found["prefix"]["hit_rate"] > 1.2 * found["random"]["hit_rate"]

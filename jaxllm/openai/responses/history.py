@@ -10,12 +10,13 @@ from typing import Any
 
 from jaxllm.errors import refused
 from jaxllm.media.chat import has_images
+from jaxllm.openai.responses.tools import joined
 
 _Message = dict[str, Any]
 # The fields of items that are read, and those that say nothing to a model.
 _FIELDS = {
     "message": {"role", "content"},
-    "function_call": {"call_id", "name", "arguments"},
+    "function_call": {"call_id", "name", "namespace", "arguments"},
     "function_call_output": {"call_id", "output"},
     "reasoning": {"content", "summary", "encrypted_content"},
 }
@@ -122,7 +123,11 @@ def _call(item: Mapping[str, Any], where: str) -> _Message:
         raise refused(f"{where}.arguments", given, f"not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise refused(f"{where}.arguments", item["arguments"], "it must be the JSON of an object")
-    function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
+    name = item["name"]
+    if (namespace := item.get("namespace")) is not None:
+        _check_text(namespace, f"{where}.namespace")
+        name = joined(namespace, name)
+    function = {"name": name, "arguments": item["arguments"] or "{}"}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 

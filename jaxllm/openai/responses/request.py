@@ -14,22 +14,13 @@ from jaxllm.openai.chat import ChatRequest, ReasoningEffort
 from jaxllm.openai.fields import read_fields
 from jaxllm.openai.responses.history import read_items, with_instructions
 from jaxllm.openai.responses.text_logprobs import TextLogprobs
+from jaxllm.openai.responses.tools import ResponsesTool, chat_tool_choice, chat_tools, places_of
 from jaxllm.openai.responses.truncation import prompts_that_fit
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.openai.wording import renamed
 from jaxllm.parsers.reasoning.base import Reasoning
 from jaxllm.prompts import PromptType
 from jaxllm.sampling_params import SamplingParams
-
-
-class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A function of the client."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -86,6 +77,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    # Without effect: a coding agent tells here who it is.
+    client_metadata: dict[str, Any] | None = None
     # Without effect here; the answer repeats them.
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -145,7 +138,7 @@ class ResponsesRequest:
         try:
             return cls(body, items, ChatRequest.read(given, live=live))
         except ValidationError as error:
-            raise _in_its_words(error) from error
+            raise _in_its_words(error, body) from error
 
     @property
     def conversation(self) -> ChatRequest:
@@ -192,7 +185,7 @@ class ResponsesRequest:
         try:
             return self.chat.sampling_params(served)
         except ValidationError as error:
-            raise _in_its_words(error) from error
+            raise _in_its_words(error, self.body) from error
 
     def text_logprobs(
         self, served: ServedModel, prompt_token_ids: list[int]
@@ -221,7 +214,7 @@ class ResponsesRequest:
         return self.id
 
     def in_its_words(self, error: ValidationError, place: int | None = None) -> ValidationError:
-        return _in_its_words(self.chat.in_its_words(error, place))
+        return _in_its_words(self.chat.in_its_words(error, place), self.body)
 
 
 def _chat_fields(items: list[Any], num_before: int, body: ResponsesBody) -> dict[str, Any]:
@@ -236,39 +229,11 @@ def _chat_fields(items: list[Any], num_before: int, body: ResponsesBody) -> dict
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": wants_logprobs or None,
         "top_logprobs": body.top_logprobs,
-        "tools": _tools(body.tools),
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": chat_tools(body.tools),
+        "tool_choice": chat_tool_choice(body.tool_choice),
         "response_format": _response_format(body.text),
         "chat_template_kwargs": _template_kwargs(body),
     }
-
-
-def _tools(tools: list[ResponsesTool] | None) -> list[dict[str, Any]] | None:
-    found = []
-    for place, tool in enumerate(tools or ()):
-        where = f"tools[{place}]"
-        if tool.type != "function":
-            why = "only functions of the client are supported; nothing here runs this tool"
-            raise refused(f"{where}.type", tool.type, why)
-        if tool.name is None:
-            raise refused(f"{where}.name", None, "a function has a name")
-        fields = ("name", "description", "parameters", "strict")
-        function = {one: value for one in fields if (value := getattr(tool, one)) is not None}
-        found.append({"type": "function", "function": function})
-    return found or None
-
-
-def _tool_choice(choice: object) -> Any:
-    match choice:
-        case None | "none" | "auto" | "required":
-            return choice
-        case {"type": "function", "name": str(name), **others} if not others:
-            return {"type": "function", "function": {"name": name}}
-    raise refused(
-        "tool_choice",
-        choice,
-        "use 'none', 'auto', 'required' or {'type': 'function', 'name': ...}",
-    )
 
 
 def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
@@ -298,7 +263,7 @@ def _template_kwargs(body: ResponsesBody) -> dict[str, Any] | None:
     return given or None
 
 
-def _in_its_words(error: ValidationError) -> ValidationError:
+def _in_its_words(error: ValidationError, body: ResponsesBody) -> ValidationError:
     """Rename the fields in an error of the chat request."""
     names = {
         "messages": "input",
@@ -307,8 +272,5 @@ def _in_its_words(error: ValidationError) -> ValidationError:
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
     }
-    parameter = error.parameter or ""
-    if parameter.startswith("tools["):
-        tool, _, _ = parameter.partition(".")
-        names[f"{tool}.function"] = tool
+    names |= {f"tools[{i}].function": where for i, where in enumerate(places_of(body.tools))}
     return renamed(error, names)

@@ -1,6 +1,7 @@
 """The body of a response and its items."""
 
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -51,6 +52,7 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     id: str
     call_id: str
     name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET  # of a function that is in one
     arguments: str
     status: ItemStatus
 
@@ -155,13 +157,19 @@ def failed(response: Response, error: ErrorBody) -> Response:
     return msgspec.structs.replace(response, status="failed", error=why)
 
 
-def new_item(piece: Begin, item_id: str) -> Item:
-    """An item without its text."""
+def new_item(piece: Begin, item_id: str, namespaces: Mapping[str, tuple[str, str]]) -> Item:
+    """An item without its text.
+
+    Args:
+      namespaces: the namespaces and names of functions, by what the model calls them.
+    """
     if piece.kind == "call":
+        namespace, name = namespaces.get(piece.name, (msgspec.UNSET, piece.name))
         return FunctionCallItem(
             id=f"fc_{item_id}",
             call_id=piece.id,
-            name=piece.name,
+            name=name,
+            namespace=namespace,
             arguments="",
             status="in_progress",
         )

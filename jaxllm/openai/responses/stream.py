@@ -43,6 +43,7 @@ from jaxllm.openai.responses.response import (
     new_item,
 )
 from jaxllm.openai.responses.text_logprobs import TextLogprobs
+from jaxllm.openai.responses.tools import with_namespaces
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
@@ -87,6 +88,7 @@ class ResponseStream:
         self._keep = keep
         self._parser: MessageParser | None = None  # from the first output on
         self._blocks = Blocks()
+        self._namespaces = with_namespaces(request.body.tools)
         self._num_events = 0
         self._num_generated = 0
         self._items: list[Item] = []
@@ -158,7 +160,8 @@ class ResponseStream:
                     if self._by_token is not None:
                         self._by_token.begin()
                         self._logprobs = []  # of this item alone
-                    item = new_item(piece, f"{self._request.id[len('resp_') :]}_{len(self._items)}")
+                    item_id = f"{self._request.id[len('resp_') :]}_{len(self._items)}"
+                    item = new_item(piece, item_id, self._namespaces)
                     self._items.append(item)
                     self._texts = []
                     events.append(self._of_item(ItemAdded, item=item))

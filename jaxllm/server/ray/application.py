@@ -3,18 +3,27 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine.scaling import KV_TARGET, kv_target
 from jaxllm.errors import ValidationError
+from jaxllm.server.options import ServerOptions
 from jaxllm.server.ray.frontend import Frontend
-from jaxllm.server.ray.options import Asked, read, typed
-from jaxllm.server.ray.replica import EngineReplica
+from jaxllm.server.ray.models import read_models
+from jaxllm.server.ray.options import Asked, FleetOptions, read, typed
+from jaxllm.server.ray.replica import EngineReplica, ReportingReplica
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+_POLICY = "jaxllm.server.ray.autoscaling:LoadPolicy"
 _ROUTER = "jaxllm.server.ray.request_router.PolicyRouter"
 # An engine may need as long to stop after its last request.
 _STOP_S = 15.0
 _MAX_ONGOING = 512
+# How long a prompt that found all replicas full waits at most before it looks again. The engines
+# have prompts that wait in them, so none is idle meanwhile.
+_MAX_BACKOFF_S = 0.1
+# Places of a replica that no prompt takes: for aborts and for questions about its figures.
+_NUM_RESERVED = 64
 # A frontend has its own limits.
 _MAX_IN_FRONTEND = 1 << 20
 
@@ -28,26 +37,57 @@ def build(**options: Any) -> "Application":
     """Build an application of the options of `LLM`, of `jaxllm serve` and of
     `jaxllm.server.ray.options`. `serve.run` starts it. Invalid options are refused here."""
     try:
-        from ray import serve
+        import ray.serve  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValidationError(
             f"Ray Serve needs {error.name}; install it with pip install 'jaxllm[serve]'"
         ) from error
 
+    if options.get("models") is not None:
+        from jaxllm.server.ray.ingress import Ingress
+
+        models = read_models(options)
+        engines: Any = [_engines(one.deployment, one.asked) for one in models.models]
+        return _frontends(Ingress, models.fleet, models.server).bind(engines, options)
     asked = read(options)
-    fleet, shutdown_s = asked.fleet, asked.server.shutdown_timeout
+    frontends = _frontends(Frontend, asked.fleet, asked.server)
+    return frontends.bind(_engines("Engine", asked), options)
+
+
+def _engines(name: str, asked: Asked) -> Any:
+    """The replicas of one model."""
+    from ray import serve
+
     deployment: Any = serve.deployment  # a decorator, with and without arguments
-    engines = deployment(EngineReplica).options(
-        name="Engine", graceful_shutdown_timeout_s=shutdown_s + _STOP_S, **_of_engines(asked)
+    max_prompts = _max_prompts(asked)
+    scaling = asked.fleet.autoscaling_config or {}
+    kind = EngineReplica if kv_target(scaling) is None else ReportingReplica
+    engines = deployment(kind).options(
+        name=name,
+        max_ongoing_requests=max_prompts + _NUM_RESERVED,
+        graceful_shutdown_timeout_s=asked.server.shutdown_timeout + _STOP_S,
+        **_of_engines(asked),
     )
-    frontends = deployment(serve.ingress()(Frontend)).options(
+    return engines.bind(asked.engine, max_prompts)
+
+
+def _frontends(kind: type, fleet: FleetOptions, server: ServerOptions) -> Any:
+    from ray import serve
+
+    deployment: Any = serve.deployment
+    return deployment(serve.ingress()(kind)).options(
         name="Frontend",
         num_replicas=fleet.num_frontends,
         max_ongoing_requests=_MAX_IN_FRONTEND,
-        graceful_shutdown_timeout_s=shutdown_s,
+        graceful_shutdown_timeout_s=server.shutdown_timeout,
         ray_actor_options=fleet.frontend_actor_options or {},
     )
-    return frontends.bind(engines.bind(asked.engine), options)
+
+
+def _max_prompts(asked: Asked) -> int:
+    """How many prompts one engine has at most."""
+    seqs = asked.config.scheduler.max_num_seqs
+    return asked.fleet.max_ongoing_requests or (2 * seqs if seqs else _MAX_ONGOING)
 
 
 def _of_engines(asked: Asked) -> dict[str, Any]:
@@ -55,13 +95,15 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
     from ray.serve.config import RequestRouterConfig
 
     fleet = asked.fleet
-    seqs = asked.config.scheduler.max_num_seqs
     options = {
-        "max_ongoing_requests": fleet.max_ongoing_requests or (2 * seqs if seqs else _MAX_ONGOING),
         "request_router_config": RequestRouterConfig.model_validate(
             {
                 "request_router_class": _ROUTER,
-                "request_router_kwargs": {"policy": fleet.routing_policy},
+                "max_backoff_s": _MAX_BACKOFF_S,
+                "request_router_kwargs": {
+                    "policy": fleet.routing_policy,
+                    "num_reserved": _NUM_RESERVED,
+                },
             }
         ),
         "ray_actor_options": fleet.ray_actor_options or {},
@@ -74,4 +116,9 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
     ):
         if (value := getattr(fleet, name)) is not None:
             options[name] = value
+    if (target := kv_target(fleet.autoscaling_config or {})) is not None:
+        policy = {"policy_function": _POLICY, "policy_kwargs": {KV_TARGET: target}}
+        scaling = dict(fleet.autoscaling_config or {}) | {"policy": policy}
+        del scaling[KV_TARGET]
+        options["autoscaling_config"] = scaling
     return options

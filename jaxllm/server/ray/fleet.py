@@ -1,6 +1,7 @@
 """The engines of all replicas as one engine, in a frontend."""
 
 import asyncio
+import functools
 from typing import Any
 
 import msgspec
@@ -29,6 +30,8 @@ logger = init_logger(__name__)
 
 # How long a command waits for replicas, some of which may be about to end.
 _CALL_S = 30.0
+# How long the caller waits if there is an earlier answer, and an abort until the next one may go.
+_PATIENCE_S = 2.0
 
 
 class Fleet(FarEngine):
@@ -48,6 +51,11 @@ class Fleet(FarEngine):
         self._decoder = msgspec.msgpack.Decoder(Outputs)
         self._incoming: asyncio.Queue[FromEngine | BaseException] = asyncio.Queue()
         self._prompts: dict[str, _Prompt] = {}  # by the ids of their unfinished requests
+        # By command: the calls under way, and the latest answers.
+        self._asked: dict[bytes, asyncio.Task[Any]] = {}
+        self._known: dict[bytes, Any] = {}
+        self._to_abort: list[str] = []
+        self._aborting: asyncio.Task[None] | None = None
 
     def own(self, requests: list[EngineRequest]) -> None:
         self._owner.own(requests)
@@ -71,14 +79,28 @@ class Fleet(FarEngine):
         return message
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
-        """Have the engines of all replicas run a command. Those that are lost have no answer."""
-        response = self._engines.broadcast("call", bytes(commands.encode(command)))
-        try:
-            found = await response.results_async(timeout_s=_CALL_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise EngineDeadError(f"no replica answers: {_first_line(error)}") from error
+        """Have the engines of all replicas run a command. Those that are lost have no answer. If
+        one is slow, return the latest answer of all to this command, if there is one."""
+        command.unite([])  # refuses what is for one engine, before any engine does it
+        data = bytes(commands.encode(command))
+        asked = self._asked.get(data)
+        if asked is None:
+            asked = self._asked[data] = asyncio.create_task(self._ask(command, data))
+            asked.add_done_callback(functools.partial(self._note_answer, data))
+        await asyncio.wait((asked,), timeout=_PATIENCE_S if data in self._known else None)
+        if asked.done():
+            return asked.result()
+        logger.warning("a replica is slow: these are the figures of before")
+        return self._known[data]
+
+    def _note_answer(self, data: bytes, asked: "asyncio.Task[Any]") -> None:
+        del self._asked[data]
+        if not asked.cancelled() and asked.exception() is None:
+            self._known[data] = asked.result()
+
+    async def _ask(self, command: Command[Any, Answer], data: bytes) -> Answer:
         answers = []
-        for one in found:
+        for one in await self._tell("call", data, within_s=_CALL_S):
             if isinstance(one, bytes):
                 answers.append(commands.decode_answer(command, msgspec.Raw(one)))
             else:
@@ -87,6 +109,14 @@ class Fleet(FarEngine):
             raise EngineDeadError("no replica answers")
         return command.unite(answers)
 
+    async def _tell(self, method: str, what: Any, *, within_s: float) -> list[Any]:
+        """Call a method of all replicas. Prompts leave room for this in each of them."""
+        response = self._engines.broadcast(method, what)
+        try:
+            return await response.results_async(timeout_s=within_s, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineDeadError(f"no replica answers: {_first_line(error)}") from error
+
     def fail_calls(self, error: BaseException) -> None:
         pass  # each has a time limit
 
@@ -94,6 +124,9 @@ class Fleet(FarEngine):
         for prompt in set(self._prompts.values()):
             assert prompt.task is not None
             prompt.task.cancel()
+        for task in (*self._asked.values(), self._aborting):
+            if task is not None:
+                task.cancel()
 
     async def _serve(self, prompt: "_Prompt") -> None:
         """Have a replica answer a prompt."""
@@ -120,6 +153,10 @@ class Fleet(FarEngine):
         try:
             async for data in response:
                 outputs = self._decoder.decode(data).outputs
+                if prompt.aborted_early:
+                    # The replica may not have had the prompt yet when it was told.
+                    self._abort_some(prompt.aborted_early)
+                    prompt.aborted_early = []
                 prompt.has_begun = True
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -144,7 +181,26 @@ class Fleet(FarEngine):
                 prompt.task.cancel()
             else:
                 # The stream goes on for the other samples.
-                self._engines.abort.remote(prompt.work.key, ids)
+                self._abort_some(ids)
+                if not prompt.has_begun:
+                    prompt.aborted_early += ids
+
+    def _abort_some(self, request_ids: list[str]) -> None:
+        self._to_abort += request_ids
+        if self._aborting is None:
+            self._aborting = asyncio.create_task(self._tell_aborts())
+            self._aborting.add_done_callback(self._check)
+
+    async def _tell_aborts(self) -> None:
+        """Tell all replicas, of which each knows its requests. What is to be aborted meanwhile is
+        told together, so that many aborts are few messages."""
+        while self._to_abort:
+            request_ids, self._to_abort = self._to_abort, []
+            try:
+                await self._tell("abort", request_ids, within_s=_PATIENCE_S)
+            except EngineDeadError as error:
+                logger.warning("an abort may have reached not all replicas: %s", error)
+        self._aborting = None
 
     def _put(self, outputs: list[EngineOutput]) -> None:
         self._incoming.put_nowait(Outputs(outputs))
@@ -161,6 +217,7 @@ class _Prompt:
         self.work = work
         self.unfinished = {one.request_id for one in work.add.requests()}
         self.has_begun = False  # whether an output has been passed on
+        self.aborted_early: list[str] = []  # requests of it, before that
         self.task: asyncio.Task[None] | None = None
 
 

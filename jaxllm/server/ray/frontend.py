@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -15,11 +16,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.files import read_given_text
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
+from jaxllm.frontend.far_engine import FarEngine
 from jaxllm.logging import init_logger
 from jaxllm.messages import Ready
 from jaxllm.server.app import make_app
 from jaxllm.server.auth import read_keys
-from jaxllm.server.ray.options import read
+from jaxllm.server.ray.options import Asked, read
 from jaxllm.server.run import make_service
 from jaxllm.server.service import Service
 from jaxllm.server.stats_log import log_stats
@@ -27,6 +29,8 @@ from jaxllm.server.stats_log import log_stats
 logger = init_logger(__name__)
 
 _WITHOUT_REPLICAS_S = 10.0
+# Two threads that import parts of transformers at once may both fail.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Frontend:
@@ -44,17 +48,28 @@ class Frontend:
             await self._engine.check_health()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        from jaxllm.server.ray.fleet import Fleet
-
         asked = self._asked
-        ready = msgspec.msgpack.decode(await self._engines.describe.remote(), type=Ready)
-        fleet = Fleet(self._engines, ready, asked.fleet.max_attempts)
-        config = asked.config if asked.fleet.num_frontends == 1 else _own_seed(asked.config)
-        # In a thread, since it reads the tokenizer.
-        engine = self._engine = await asyncio.to_thread(AsyncLLMEngine, config, fleet)
-        template = asked.server.chat_template and read_given_text(asked.server.chat_template)
-        service = make_service(engine, asked.server, template)
-        return _within_prefix(make_app(service, read_keys(asked.server), _lifespan_of(service)))
+        service = await service_of(self._engines, asked, asked.fleet.num_frontends > 1)
+        self._engine = service.engine
+        return within_prefix(make_app(service, read_keys(asked.server), _lifespan_of(service)))
+
+
+async def service_of(engines: Any, asked: Asked, has_own_seed: bool) -> Service:
+    """Wait for a replica, and make what the endpoints of its model share."""
+    from jaxllm.server.ray.fleet import Fleet
+
+    ready = msgspec.msgpack.decode(await engines.describe.remote(), type=Ready)
+    fleet = Fleet(engines, ready, asked.fleet.max_attempts)
+    config = _own_seed(asked.config) if has_own_seed else asked.config
+    # In a thread, since it reads the tokenizer.
+    engine = await asyncio.to_thread(_make_engine, config, fleet)
+    template = asked.server.chat_template and read_given_text(asked.server.chat_template)
+    return make_service(engine, asked.server, template)
+
+
+def _make_engine(config: EngineConfig, fleet: FarEngine) -> AsyncLLMEngine:
+    with _ONE_AT_A_TIME:
+        return AsyncLLMEngine(config, fleet)
 
 
 def _lifespan_of(service: Service) -> Any:
@@ -62,7 +77,7 @@ def _lifespan_of(service: Service) -> Any:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = []
         if not service.options.disable_log_stats:
-            tasks.append(asyncio.create_task(_log_stats(service.engine)))
+            tasks.append(asyncio.create_task(log_stats_of(service)))
         yield
         # Serve has waited until no requests are under way, for as long as it may.
         service.is_stopping = True
@@ -72,11 +87,11 @@ def _lifespan_of(service: Service) -> Any:
     return lifespan
 
 
-async def _log_stats(engine: AsyncLLMEngine) -> None:
+async def log_stats_of(service: Service, model: str | None = None) -> None:
     """Log as the server of one engine does, and go on when there are replicas again."""
-    while engine.is_running:
+    while service.engine.is_running:
         try:
-            await log_stats(engine)
+            await log_stats(service.engine, model=model)
         except EngineDeadError as error:
             logger.warning("there are no figures: %s", error)
             await asyncio.sleep(_WITHOUT_REPLICAS_S)
@@ -89,7 +104,7 @@ def _own_seed(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, seed=seed))
 
 
-def _within_prefix(app: ASGIApp) -> ASGIApp:
+def within_prefix(app: ASGIApp) -> ASGIApp:
     """An application that knows nothing of the prefix at which Serve offers it."""
 
     async def stripped(scope: Scope, receive: Receive, send: Send) -> None:

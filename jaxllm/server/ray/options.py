@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, option
 from jaxllm.engine.router import RoutingPolicy
+from jaxllm.engine.scaling import kv_target
 from jaxllm.errors import refused
 from jaxllm.files import parse_json
 from jaxllm.option_types import check_type
@@ -20,9 +21,16 @@ from jaxllm.server.options import ServerOptions
 class FleetOptions:
     """Ray Serve"""
 
+    models: list | None = option(
+        None,
+        "Several models behind one server, each an object of its own options: model, "
+        'served_model_name, num_replicas, ... A request\'s "model" says which answers.',
+    )
     num_replicas: int | None = option(None, "Engines. Default: 1, or what autoscaling_config says.")
     autoscaling_config: dict | None = option(
-        None, "Ray Serve's, as it is: min_replicas, max_replicas, target_ongoing_requests, ..."
+        None,
+        "Ray Serve's: min_replicas, max_replicas, target_ongoing_requests, ...; and ours beside "
+        "them, target_kv_cache_usage.",
     )
     ray_actor_options: dict | None = option(
         None, 'Of each engine: {"num_gpus": 1}, or {"resources": {"TPU": 4}}.'
@@ -62,6 +70,8 @@ class FleetOptions:
                 self.num_replicas,
                 "it and autoscaling_config contradict each other; give one of them",
             )
+        if self.autoscaling_config is not None:
+            kv_target(self.autoscaling_config)
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise refused(
                 "placement_group_strategy",
@@ -81,21 +91,14 @@ class Asked(typing.NamedTuple):
 
 def read(options: Mapping[str, Any]) -> Asked:
     """Sort and check options. Raise ValidationError here, before anything is started."""
-    options = dict(options)
-    server = {f.name: options.pop(f.name) for f in _given(ServerOptions, options)}
-    fleet = FleetOptions(**{f.name: options.pop(f.name) for f in _given(FleetOptions, options)})
-    fleet.validate()
-    hints = typing.get_type_hints(ServerOptions)
-    for name, value in server.items():
-        if name in _OF_ONE_SERVER:
-            raise refused(name, value, _OF_ONE_SERVER[name])
-        if typing.get_origin(hints[name]) is tuple and isinstance(value, list):
-            server[name] = tuple(value)
-        check_type(name, server[name], hints[name])
-    # Serve's proxy listens, and who may reach it is up to its http_options.
-    server_options = ServerOptions(host="0.0.0.0", **server)
-    server_options.validate()
-    config = EngineConfig.create(**options)
+    of_server, of_fleet = (_given(one, options) for one in (ServerOptions, FleetOptions))
+    server, fleet = read_server(of_server), read_fleet(of_fleet)
+    others = {
+        name: value
+        for name, value in options.items()
+        if name not in of_server and name not in of_fleet
+    }
+    config = EngineConfig.create(**others)
     for name, usual in (("nnodes", 1), ("distributed_executor_backend", None)):
         value = getattr(config.parallel, name)
         if value != usual:
@@ -105,7 +108,30 @@ def read(options: Mapping[str, Any]) -> Asked:
                 "an engine under Ray Serve has one host; start engines of several with "
                 "`jaxllm serve --nnodes`, behind a gateway",
             )
-    return Asked(options, config, server_options, fleet)
+    return Asked(others, config, server, fleet)
+
+
+def read_server(options: Mapping[str, Any]) -> ServerOptions:
+    """Check the options of the server."""
+    server = dict(options)
+    hints = typing.get_type_hints(ServerOptions)
+    for name, value in server.items():
+        if name in _OF_ONE_SERVER:
+            raise refused(name, value, _OF_ONE_SERVER[name])
+        if typing.get_origin(hints[name]) is tuple and isinstance(value, list):
+            server[name] = tuple(value)
+        check_type(name, server[name], hints[name])
+    # Serve's proxy listens, and who may reach it is up to its http_options.
+    checked = ServerOptions(host="0.0.0.0", **server)
+    checked.validate()
+    return checked
+
+
+def read_fleet(options: Mapping[str, Any]) -> FleetOptions:
+    """Check the options of Ray Serve."""
+    fleet = FleetOptions(**options)
+    fleet.validate()
+    return fleet
 
 
 def typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,8 +167,9 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _given(options: Any, given: Mapping[str, Any]) -> list[dataclasses.Field]:
-    return [f for f in dataclasses.fields(options) if f.name in given]
+def _given(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given options that are fields of a kind."""
+    return {f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}
 
 
 # Options of a server that listens itself, and those whose state no other frontend would see.

@@ -1,14 +1,15 @@
 """The engine of a replica: an engine process, and what passes messages on to it."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.commands import decode
+from jaxllm.engine.commands import GetStats, decode
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.engine_process import EngineProcess
@@ -37,9 +38,12 @@ class EngineReplica:
     If the engine dies, so does the replica. Then Ray tells everybody, and starts another one.
     """
 
-    def __init__(self, engine_options: Mapping[str, Any]):
+    def __init__(self, engine_options: Mapping[str, Any], max_prompts: int):
         """Wait until the engine is ready, perhaps for minutes."""
         self._is_running = False
+        # Ray lets some more in: it leaves room for aborts and calls, and routers see a new prompt
+        # late.
+        self._room = asyncio.Semaphore(max_prompts)
         self._process = EngineProcess(EngineConfig.create(**engine_options))
         try:
             self._client = AsyncClient(self._process)
@@ -70,6 +74,11 @@ class EngineReplica:
         """Yield encoded outputs until all requests of a prompt have ended. Whoever cancels this
         aborts them."""
         self._read_on()
+        async with self._room, contextlib.aclosing(self._answer(work)) as parts:
+            async for part in parts:
+                yield part
+
+    async def _answer(self, work: Work) -> AsyncGenerator[bytes, None]:
         requests = work.add.requests()
         self._client.own(requests)
         unfinished = {request.request_id for request in requests}
@@ -95,9 +104,13 @@ class EngineReplica:
             if unfinished:
                 self._client.send(Abort(list(unfinished)))
 
-    async def abort(self, key: str, request_ids: list[str]) -> None:
-        """Abort some of the requests of a prompt. Its stream goes on with the others."""
-        ours = [one for one in self._outputs if _asked(one) in request_ids]
+    async def abort(self, request_ids: list[str]) -> None:
+        """Abort those of these requests that are here. The stream of a prompt goes on with the
+        others of its requests."""
+        asked = frozenset(request_ids)
+        ours = [one for one in self._outputs if _asked(one) in asked]
+        if not ours:
+            return
         self._client.send(Abort(ours))
         for one in ours:
             self._outputs[one].put_nowait(_aborted(one))
@@ -132,6 +145,15 @@ class EngineReplica:
         except Exception:
             logger.exception("the replica has failed: nobody would get an answer from now on")
             os._exit(_EXIT_ENGINE_DEAD)
+
+
+class ReportingReplica(EngineReplica):
+    """A replica that is scaled by its KV cache, too. Serve calls this some times a minute."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        self._read_on()
+        stats = await self._client.call(GetStats())
+        return {"kv_cache_usage": sum(one.kv_cache_usage for one in stats) / len(stats)}
 
 
 def _aborted(request_id: str) -> EngineOutput:

@@ -26,8 +26,13 @@ class PolicyRouter(RequestRouter):
     """Chooses replicas by `jaxllm.engine.router.Router`, as replicas within an engine are chosen
     and simulated ones."""
 
-    def initialize_state(self, policy: RoutingPolicy = "prefix", **kwargs: Any) -> None:
+    def initialize_state(
+        self, policy: RoutingPolicy = "prefix", num_reserved: int = 0, **kwargs: Any
+    ) -> None:
+        """`num_reserved` of the requests that a replica may have are left to orders: prompts never
+        take these places, so an order to a busy replica does not wait for an answer to end."""
         assert not kwargs, kwargs
+        self._num_reserved = num_reserved
         self._policy: Router[ReplicaID] = Router((), policy)
         self._under_way: dict[str, _UnderWay] = {}  # by Ray's id
 
@@ -44,10 +49,14 @@ class PolicyRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
+        if pending_request is None or not _is_prompt(pending_request):
+            return [candidate_replicas]
+        # If all are full, ask them again after a while; otherwise Ray would ask without a pause.
+        pending_request.routing_context.should_backoff = True
         by_id = {one.replica_id: one for one in candidate_replicas}
-        ranked = self._rank(pending_request) if pending_request is not None else []
-        found = [[by_id[one]] for one in ranked if one in by_id]
-        return found or [candidate_replicas]
+        ranked = self._rank(pending_request)
+        # Ray asks each of these, in this order, whether it has room.
+        return [[self._as_prompts_see(by_id[one])] for one in ranked if one in by_id]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
@@ -78,14 +87,13 @@ class PolicyRouter(RequestRouter):
         if choice.cancelled():
             self._end(ray_id)
 
+    def _as_prompts_see(self, replica: RunningReplica) -> RunningReplica:
+        seen: Any = _WithoutReserve(replica, self._num_reserved)
+        return seen
+
     def _rank(self, pending: PendingRequest) -> list[ReplicaID]:
-        """All replicas from the best on; for what is about an earlier request, its replica."""
-        if not pending.args:
-            return []
+        """All replicas from the best on."""
         work = pending.args[0]
-        if not isinstance(work, Work):
-            served_by = self._policy.replica_of(work)
-            return [] if served_by is None else [served_by]
         self._policy.forget(work.key)  # it may come again, after a replica was full
         self._note(pending, work.key)
         return self._policy.rank(work.add.first, work.num_answers)
@@ -98,3 +106,18 @@ class PolicyRouter(RequestRouter):
         if known is None or known.choice is not pending.future:
             pending.future.add_done_callback(functools.partial(self._end_if_cancelled, ray_id))
         self._under_way[ray_id] = _UnderWay(key, pending.future, None)
+
+
+class _WithoutReserve:
+    """A replica with room for fewer requests than it takes."""
+
+    def __init__(self, replica: RunningReplica, num_reserved: int):
+        self._replica = replica
+        self.max_ongoing_requests = replica.max_ongoing_requests - num_reserved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica, name)
+
+
+def _is_prompt(pending: PendingRequest) -> bool:
+    return bool(pending.args) and isinstance(pending.args[0], Work)

@@ -1,16 +1,15 @@
 // One token after the other of the gated delta rule: decodes, and rows with drafts.
 //
-// A unit of work is a row and some of its heads. A head's state is read once, and written once where
-// it is: the first pass over it sums what it holds of the key and of the query, and the second one,
-// which finds it in the processor's cache, changes it. Sums have an order of their own, whatever
+// The first pass over a head's state sums what it holds of the key and of the query, and the second
+// one, which finds it in the processor's cache, changes it. Sums have an order of their own, whatever
 // other rows there are.
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 
-#include "native/threads.h"
 #include "native/vectors.h"
+#include "recurrent/native.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -21,32 +20,12 @@ using namespace jaxllm;
 
 // Vectors of columns at a time: two sums for each of them stay in registers.
 constexpr int kColumns = kNumRegisters / 4;
-// Threads share no less than that.
-constexpr int64_t kUnitElements = 1 << 14;
 
 // What a token does to a head, of sizes [K] in whole vectors. The decays are multiplied into the
 // first pair of keys and queries.
 struct Token {
   const float *decays, *decayed_k, *decayed_q, *k;
   float beta, product;  // of key and query
-};
-
-// Whole vectors of columns, or one that is not full.
-template <int kNum>
-struct Whole {
-  static constexpr int kVectors = kNum;
-  static Floats Load(const float* p) { return LoadVector<Floats>(p); }
-  static void Store(const Floats& v, float* p) { std::memcpy(p, &v, sizeof(v)); }
-};
-struct Part {
-  static constexpr int kVectors = 1;
-  int64_t count;
-  Floats Load(const float* p) const {
-    float part[kLanes] = {};
-    std::copy(p, p + count, part);
-    return LoadVector<Floats>(part);
-  }
-  void Store(const Floats& v, float* p) const { std::memcpy(p, &v, sizeof(float) * count); }
 };
 
 // Compute some columns. `from` is null if the state is zeros, and `to` if nothing needs the next one.
@@ -135,57 +114,25 @@ class Prepared {
   std::unique_ptr<float[]> numbers_;
 };
 
-// Compute a head of a row: `num_kept` tokens from `first` on, which the state goes on over, and the
-// rest up to `num_tokens`, which leave none.
-void ComputeRow(const Operands& of, int64_t head, int64_t first, int64_t num_kept,
-                int64_t num_tokens, bool begins, float* state, float* out, Prepared& prepared) {
-  const float* from = begins ? nullptr : state;
-  std::unique_ptr<float[]> beside;
-  for (int64_t j = 0; j < num_tokens; ++j) {
-    float* to = state;
-    if (j >= num_kept) {
-      if (!beside && j + 1 < num_tokens) beside.reset(new float[of.num_keys * of.num_values]);
-      to = j + 1 < num_tokens ? beside.get() : nullptr;
-    }
-    const int64_t at = ((first + j) * of.num_heads + head) * of.num_values;
-    AdvanceHead(prepared.Of(of, first + j, head), of.v + at, from, to, out + at, of.num_keys,
-                of.num_values);
-    from = to;
-  }
-}
-
 ffi::Error Delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> q, ffi::Buffer<ffi::F32, 3> k,
                  ffi::Buffer<ffi::F32, 3> v, ffi::Buffer<ffi::F32, 3> log_decay,
                  ffi::Buffer<ffi::F32, 2> beta, ffi::Buffer<ffi::F32, 4> state,
-                 ffi::Buffer<ffi::F32, 3> out, ffi::Buffer<ffi::S32, 1> slots,
-                 ffi::Buffer<ffi::PRED, 1> begins, ffi::Buffer<ffi::S32, 1> query_starts,
-                 ffi::Buffer<ffi::S32, 1> lengths, ffi::Buffer<ffi::S32, 1> num_kept,
-                 ffi::Buffer<ffi::S32, 1> draft_rows, ffi::Buffer<ffi::S32, 1> counts,
+                 ffi::Buffer<ffi::F32, 3> out, ffi::RemainingArgs rows,
                  ffi::ResultBuffer<ffi::F32, 4> next, ffi::ResultBuffer<ffi::F32, 3> outputs) {
-  const int64_t num_slots = state.dimensions()[0], num_heads = v.dimensions()[1];
   const Operands of{q.typed_data(),      k.typed_data(),
                     v.typed_data(),      log_decay.typed_data(),
                     beta.typed_data(),   q.dimensions()[1],
-                    num_heads,           q.dimensions()[2],
+                    v.dimensions()[1],   q.dimensions()[2],
                     v.dimensions()[2],   log_decay.dimensions()[2] > 1};
-  const int64_t size = of.num_keys * of.num_values;
   if (next->typed_data() != state.typed_data() || outputs->typed_data() != out.typed_data())
     return ffi::Error::InvalidArgument("states and outputs must be updated in place");
-  const int64_t num_decodes = counts.typed_data()[0], num_rows = num_decodes + counts.typed_data()[1];
-  const int64_t heads = std::clamp<int64_t>(kUnitElements / size, 1, num_heads);
-  const int64_t units = (num_heads + heads - 1) / heads;
-  Share(pool, {num_rows * units}, [&](int64_t, int64_t unit) {
-    const int64_t i = unit / units, begin = unit % units * heads;
-    const int64_t row = i < num_decodes ? i : draft_rows.typed_data()[i - num_decodes];
-    const int64_t slot = slots.typed_data()[row];
-    if (slot < 0 || slot >= num_slots) return;
-    const int64_t first = i < num_decodes ? i : query_starts.typed_data()[row];
-    Prepared prepared(of.num_keys);
-    for (int64_t head = begin; head < std::min(begin + heads, num_heads); ++head)
-      ComputeRow(of, head, first, i < num_decodes ? 1 : num_kept.typed_data()[row],
-                 i < num_decodes ? 1 : lengths.typed_data()[row], begins.typed_data()[row],
-                 next->typed_data() + (slot * num_heads + head) * size, outputs->typed_data(),
-                 prepared);
+  StateRows(state, rows).Advance(pool, [&] {
+    return [&of, out = out.typed_data(), prepared = Prepared(of.num_keys)](
+               int64_t token, int64_t head, const float* from, float* to) mutable {
+      const int64_t at = (token * of.num_heads + head) * of.num_values;
+      AdvanceHead(prepared.Of(of, token, head), of.v + at, from, to, out + at, of.num_keys,
+                  of.num_values);
+    };
   });
   return ffi::Error::Success();
 }
@@ -200,13 +147,7 @@ auto Signature() {
       .Arg<ffi::Buffer<ffi::F32, 2>>()   // beta
       .Arg<ffi::Buffer<ffi::F32, 4>>()   // state
       .Arg<ffi::Buffer<ffi::F32, 3>>()   // out
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // slots
-      .Arg<ffi::Buffer<ffi::PRED, 1>>()  // begins
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // query_starts
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // lengths
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // num_kept
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // draft_rows
-      .Arg<ffi::Buffer<ffi::S32, 1>>()   // counts
+      .RemainingArgs()                   // rows
       .Ret<ffi::Buffer<ffi::F32, 4>>()
       .Ret<ffi::Buffer<ffi::F32, 3>>();
 }

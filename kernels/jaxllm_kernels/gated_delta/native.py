@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.gated_delta.xla import advance_tile
 from jaxllm_kernels.native.library import Library
+from jaxllm_kernels.recurrent.native import advance_rows
 from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.recurrent.scan import scan_tiles
 
@@ -37,39 +38,16 @@ class NativeDelta:
         state: jax.Array,
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
+        tiled = (q, k, v, log_decay, beta)
         if self.by_token:
             out = jnp.zeros(v.shape, jnp.float32)
-            # Rows without tokens have no slot, and are skipped.
-            drafting = jnp.arange(len(rows.slots), dtype=jnp.int32)
-            counts = jnp.array([0, len(drafting)], jnp.int32)
         else:
-            operands = (q, k, v, log_decay, beta)
-            # The tiles come first: they also write behind their tokens.
-            out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=v.shape[1:])
-            num_drafting, drafting = jnp.int32(0), jnp.zeros(0, jnp.int32)
-            if rows.drafts is not None:
-                num_drafting, drafting = rows.drafts.num_rows, rows.drafts.rows
-            counts = jnp.stack([rows.num_decodes, num_drafting])
-        call = jax.ffi.ffi_call(
-            self.library.target("jaxllm_delta", jnp.float32),
-            (
-                jax.ShapeDtypeStruct(state.shape, state.dtype),
-                jax.ShapeDtypeStruct(out.shape, out.dtype),
-            ),
-            input_output_aliases={5: 0, 6: 1},
-        )
-        state, out = call(
+            out, state = scan_tiles(advance_tile, tiled, state, rows, out_shape=v.shape[1:])
+        operands = (
             *(x.astype(jnp.float32) for x in (q, k, v)),
             log_decay.reshape(*beta.shape, -1),
             beta,
-            state,
-            out,
-            rows.slots,
-            rows.begins,
-            rows.query_starts,
-            rows.lengths,
-            rows.num_kept,
-            drafting,
-            counts,
         )
-        return out[: len(v)], state
+        return advance_rows(
+            self.library, "jaxllm_delta", operands, state, out, rows, all_rows=self.by_token
+        )

@@ -28,7 +28,7 @@ _ROOT = Path(__file__).parents[1]
 _HEADERS = (
     "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/products.h",
     "native/rows.h", "native/threads.h", "native/vectors.h", "dense/multiply.h", "experts/layer.h",
-    "ragged_paged_attention/native.h", "sampler/record.h", "sampler/rows.h",
+    "ragged_paged_attention/native.h", "recurrent/native.h", "sampler/record.h", "sampler/rows.h",
 )  # fmt: skip
 # The C++ names of codes.
 CODES = {
@@ -69,9 +69,10 @@ _CODED = {
 _EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
 _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
-# Short convolutions, and decodes of the gated delta rule, which are computed in float32.
+# Short convolutions, and decodes with a matrix for each head, which are computed in float32.
 _CONV = _Part("conv", "causal_conv/native.cc", ("jaxllm_conv",))
 _DELTA = _Part("delta", "gated_delta/native.cc", ("jaxllm_delta",), dtypes=("float32",))
+_SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
 # Sums in a fixed order.
 _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
@@ -80,7 +81,7 @@ _SAMPLER = _Part(
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
-    _LOW_RANK, _ROW_SUMS, _SAMPLER,
+    _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
 )  # fmt: skip
 _BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
@@ -151,6 +152,10 @@ class Library:
     def add_sampler(self) -> None:
         """Load the sampler. Raises ValueError, which says why, if there is none."""
         self._add(_SAMPLER)
+
+    def add_ssd(self) -> None:
+        """Load the state space of Mamba2. Raises ValueError, which says why, if there is none."""
+        self._add(_SSD)
 
     def _add(self, part: _Part) -> None:
         try:

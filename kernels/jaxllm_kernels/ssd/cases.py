@@ -33,6 +33,8 @@ LAYERS = {
     "usual": Layer(),
     "one group": Layer(num_groups=1),
     "as many groups": Layer(num_groups=6, head_size=24),
+    # They are no multiples of what processors and kernels take at a time.
+    "odd sizes": Layer(head_size=10, state_size=43),
     # After one token nothing is left: cumulated decays are far below any exponent of float32.
     "long steps": Layer(longest_step=200.0),
     "tiny steps": Layer(longest_step=1e-4),

@@ -45,7 +45,7 @@ class XlaSsd:
     ) -> tuple[jax.Array, jax.Array]:
         return scan_rows(
             _step,
-            _chunk,
+            advance_tile,
             (x, b, c, step, step * rate),
             state,
             rows,
@@ -64,7 +64,7 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     return state, (state * c).sum(axis=2)
 
 
-def _chunk(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     """A tile: x [C, N, P], b and c [C, G, K], the state [N, P, K].
 
     Products with the state are those of whole groups, with the rows of all their heads.

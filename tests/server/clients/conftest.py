@@ -10,11 +10,17 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="session")
-def host(new_host, engine_options):
-    """A separate engine with a model that generates scripted answers."""
+def scripted(engine_options):
+    """Options of an engine with a model that generates scripted answers."""
     # The engine's process imports the class from there.
     sys.path.append(str(Path(__file__).parent))
-    host = new_host(engine_options | {"logits_processors": ["scripted_model:Scripted"]})
+    return engine_options | {"logits_processors": ["scripted_model:Scripted"]}
+
+
+@pytest.fixture(scope="session")
+def host(new_host, scripted):
+    """A separate engine."""
+    host = new_host(scripted)
     yield host
     host.close()
 

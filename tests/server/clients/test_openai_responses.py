@@ -20,6 +20,7 @@ LOOK = {
     "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
     "strict": False,
 }
+SEA = {"type": "namespace", "name": "sea", "description": "At the sea.", "tools": [LOOK]}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sea"}}\n</tool_call>'
 
 
@@ -98,6 +99,20 @@ def test_outputs_of_calls_go_back(client, says):
     (call,) = answer.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Waves."}
     items = [{"role": "user", "content": "Hello"}, *answer.output, result]
+    body |= {"input": items, "extra_body": says("I see waves.")}
+    assert client.responses.create(**body).output_text == "I see waves."
+
+
+def test_a_call_says_its_namespace(client, says):
+    text = CALL.replace("look", "sea.look")
+    body = GREEDY | {"max_output_tokens": 160, "tools": [LOOK, SEA], "extra_body": says(text)}
+    found = events(client, **body)
+    (call,) = found[-1].response.output
+    assert (call.namespace, call.name) == ("sea", "look")
+    (done,) = (one for one in found if one.type == "response.function_call_arguments.done")
+    assert done.name == "look"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Waves."}
+    items = [{"role": "user", "content": "Hello"}, call.to_dict(), result]
     body |= {"input": items, "extra_body": says("I see waves.")}
     assert client.responses.create(**body).output_text == "I see waves."
 
@@ -216,6 +231,7 @@ def test_the_first_turns_of_a_long_conversation_are_left_out(client):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].image_url"),
         ({"tools": [LOOK | {"name": "a b"}]}, "tools[0].name"),
+        ({"tools": [SEA | {"tools": [LOOK, LOOK | {"name": "a b"}]}]}, "tools[0].tools[1].name"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "no"}}}},
          "text.format.schema"),
         ({"store": True}, "store"),

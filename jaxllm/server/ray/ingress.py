@@ -1,0 +1,313 @@
+"""The server of several fleets, one for each model, as the ingress of their application.
+
+There is one server: keys, hosts, counts and endpoints are those of a server of one model. The field
+`model` of a request says which fleet answers it, by the endpoint that this fleet would have alone.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.errors import ValidationError
+from jaxllm.logging import init_logger
+from jaxllm.openai.errors import NotFoundError, UnavailableError
+from jaxllm.openai.models import ModelList
+from jaxllm.server import status
+from jaxllm.server.app import assemble, does_not_pool
+from jaxllm.server.auth import Keys, read_keys
+from jaxllm.server.body import BodyLimits, read_body
+from jaxllm.server.endpoint import Endpoint
+from jaxllm.server.endpoints import for_users, offered
+from jaxllm.server.errors import Disconnected, error_response, json_response, respond
+from jaxllm.server.limits import Admission
+from jaxllm.server.metrics import page
+from jaxllm.server.peers import Peers
+from jaxllm.server.ray.frontend import log_stats_of, service_of, within_prefix
+from jaxllm.server.ray.models import AskedModel, read_models
+from jaxllm.server.service import Service
+
+logger = init_logger(__name__)
+
+# A frontend serves when all models can be served, or so long after the first one can.
+_PATIENCE_S = 60.0
+_AGAIN_S = 5.0
+# The event loop looks for the name in a body up to this size, because a thread would cost more.
+_SMALL_BODY = 256 << 10
+
+
+class Ingress:
+    """Waits for the first replicas, which say what they serve, and then makes the application."""
+
+    def __init__(self, engines: Sequence[Any], options: Mapping[str, Any]):
+        """`engines` has the handle of each model's deployment."""
+        asked = read_models(options)
+        self._server = asked.server
+        self._keys = read_keys(asked.server)
+        has_own_seed = asked.fleet.num_frontends > 1
+        self._models = [
+            HostedModel(model, partial(service_of, handle, model.asked, has_own_seed), self._keys)
+            for model, handle in zip(asked.models, engines, strict=True)
+        ]
+
+    async def check_health(self) -> None:
+        """Raise if requests for a model would get no answer any more."""
+        for one in self._models:
+            if one.service is not None:
+                await one.service.engine.check_health()
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        models = Models(self._models, self._server, self._keys)
+        await models.start()
+        return within_prefix(models.app())
+
+
+class HostedModel:
+    """A model, which may not be there yet."""
+
+    def __init__(self, asked: AskedModel, make: Callable[[], Awaitable[Service]], keys: Keys):
+        self.names = asked.names
+        self.service: Service | None = None
+        self.has_resolver = bool(asked.asked.server.lora_resolver_dirs)
+        self._make, self._keys = make, keys
+        self._routes: dict[tuple[str, tuple[str, ...]], Route] = {}
+        self._log: asyncio.Task[None] | None = None
+        self._stack = contextlib.ExitStack()
+
+    async def start(self) -> None:
+        """Wait until a replica says what it serves."""
+        while self.service is None:
+            try:
+                service = await self._make()
+            except (RayError, RayServeException) as error:
+                logger.warning("%s cannot be served yet: %s", self.names[0], error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            endpoints = offered(service, self._keys)
+            self._routes = {(one.path, one.methods): one.route(service) for one in endpoints}
+            self._stack.enter_context(service.metrics.watching(service.engine))
+            if not service.options.disable_log_stats:
+                self._log = asyncio.create_task(log_stats_of(service, self.names[0]))
+            self.service = service
+
+    def has(self, endpoint: Endpoint) -> bool:
+        return (endpoint.path, endpoint.methods) in self._routes
+
+    def app(self, endpoint: Endpoint) -> ASGIApp:
+        """What serves an endpoint."""
+        if self.service is None:
+            raise UnavailableError(f"{self.names[0]!r} cannot be served yet; try again later")
+        route = self._routes.get((endpoint.path, endpoint.methods))
+        if route is None:  # the only endpoints that not every model has
+            raise does_not_pool(endpoint.path)
+        return route.app
+
+    async def close(self) -> None:
+        if self.service is None:
+            return
+        self._stack.close()
+        self.service.is_stopping = True
+        await self.service.close(*([] if self._log is None else [self._log]))
+        self.service.engine.shutdown()
+
+
+class Models:
+    """All models, and the application that finds the one of a request."""
+
+    def __init__(self, models: Sequence[HostedModel], options: Any, keys: Keys):
+        self._models, self._options, self._keys = models, options, keys
+        self._by_name = {name: one for one in models for name in one.names}
+        self._starting: list[asyncio.Task[None]] = []
+        self._registry = CollectorRegistry(auto_describe=False)
+        self.admission = Admission(None, None, options.max_queued_bytes, Peers.none())
+        self.client_timeout = options.client_timeout
+
+    async def start(self) -> None:
+        """Wait until models can be served."""
+        self._starting = [asyncio.create_task(one.start()) for one in self._models]
+        done, pending = await asyncio.wait(self._starting, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            more, pending = await asyncio.wait(pending, timeout=_PATIENCE_S)
+            done |= more
+        for one in done:
+            one.result()  # raises if there is something wrong that waiting does not mend
+        for one in pending:
+            one.add_done_callback(_report)
+
+    def app(self) -> Starlette:
+        endpoints = for_users(self._options, pools=True)
+        routes = [Route(one.path, self._serve(one), methods=one.methods) for one in endpoints]
+        return assemble(
+            endpoints, routes, self._options, self._keys, self._registry, self._lifespan
+        )
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """The widest; the endpoint of a model has its own."""
+        return max(one.body_limits for one in self._services())
+
+    def named(self, name: str | None) -> HostedModel:
+        """The model that a request means; raise NotFoundError."""
+        names = ", ".join(map(repr, self._by_name))
+        if name is None:
+            raise ValidationError(
+                f"model is missing: several are served here; name one of {names}",
+                parameter="model",
+            )
+        found = self._by_name.get(name) or self._resolved(name)
+        if found is None:
+            raise NotFoundError(
+                f"model={name!r:.80} is not served here; the names are {names}",
+                parameter="model",
+                value=name,
+            )
+        return found
+
+    def first(self, endpoint: Endpoint) -> HostedModel:
+        """Any model with this endpoint, for what is the same with all."""
+        ready = [one for one in self._models if one.service is not None]
+        if not ready:
+            raise UnavailableError("no model can be served yet; try again later")
+        return next((one for one in ready if one.has(endpoint)), ready[0])
+
+    def _resolved(self, name: str) -> HostedModel | None:
+        for one in self._models:
+            if one.has_resolver and one.service is not None:
+                if one.service.served.adapters.find(name) is not None:
+                    return one
+        return None
+
+    def _services(self) -> list[Service]:
+        return [one.service for one in self._models if one.service is not None]
+
+    def _serve(self, endpoint: Endpoint) -> Any:
+        if endpoint.body and "POST" in endpoint.methods:
+            return _ByModel(endpoint, self)
+        own = {
+            "/ready": self._ready,
+            "/load": self._load,
+            "/metrics": self._metrics,
+            "/openapi.json": self._describe,
+            "/v1/models": self._list,
+            "/v1/models/{name:path}": self._show,
+        }
+        return own.get(endpoint.path) or _OfAny(endpoint, self)
+
+    async def _ready(self, request: Request) -> Response:
+        services = self._services()
+        is_ready = len(services) == len(self._models) and all(one.is_ready for one in services)
+        return Response(status_code=200 if is_ready else 503)
+
+    async def _load(self, request: Request) -> Response:
+        return json_response(
+            {"server_load": sum(one.admission.num_answers for one in self._services())}
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        services = self._services()
+        read = await asyncio.gather(*(one.engine_metrics.read() for one in services))
+        families = [family for some in read for family in some]
+        for one in services:
+            families += one.metrics.registry.collect()
+        families += self._registry.collect()
+        return Response(page(families), media_type="text/plain; version=0.0.4")
+
+    async def _describe(self, request: Request) -> Response:
+        return json_response(request.app.state.describe())
+
+    async def _list(self, request: Request) -> Response:
+        cards = [card for one in self._services() for card in status.model_cards(one)]
+        return json_response(ModelList(data=cards))
+
+    async def _show(self, request: Request) -> Response:
+        service = self.named(request.path_params["name"]).service
+        if service is None:
+            raise UnavailableError("this model cannot be served yet; try again later")
+        return await status.show_model(service, request)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        for task in self._starting:
+            task.cancel()
+        for one in self._models:
+            await one.close()
+
+
+class _ByModel:
+    """An endpoint whose body names a model."""
+
+    def __init__(self, endpoint: Endpoint, models: Models):
+        self._endpoint, self._models = endpoint, models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        models = self._models
+        with models.admission.body() as admit:
+            try:
+                body = await read_body(scope, receive, models.body_limits, admit)
+                app = (await self._model(body)).app(self._endpoint)
+            except Disconnected:
+                return
+            except Exception as error:
+                response = error_response(error, self._endpoint.wire)
+                await respond(response, scope, receive, send, models.client_timeout)
+                return
+            await app(scope, _again(body, receive), send)
+
+    async def _model(self, body: bytes) -> HostedModel:
+        try:
+            if len(body) <= _SMALL_BODY:
+                named = _NAMED.decode(body)
+            else:
+                named = await asyncio.to_thread(_NAMED.decode, body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # It refuses this body in the words of the protocol.
+            return self._models.first(self._endpoint)
+        return self._models.named(named.model)
+
+
+class _OfAny:
+    """An endpoint that does the same with all models."""
+
+    def __init__(self, endpoint: Endpoint, models: Models):
+        self._endpoint, self._models = endpoint, models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._models.first(self._endpoint).app(self._endpoint)(scope, receive, send)
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A request whose body has been read."""
+    is_read = False
+
+    async def received() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return received
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a model cannot be served", exc_info=error)
