@@ -86,7 +86,7 @@ def _states(plan: EnginePlan) -> str | None:
         return None
     mixers = {type(mixer) for layer in plan.architecture.layers for mixer in layer.mixers}
     if MambaSpec in mixers:
-        return "the state spaces of Mamba are XLA's, which do not keep it"
+        return "the state spaces of Mamba are computed in tiles, which do not keep it"
     if plan.dtype != jnp.float32:
         return "recurrent layers were shown to keep it in float32; set dtype='float32'"
     if plan.speculation is not None:
