@@ -179,7 +179,8 @@ def prefill(
         def load_last_seen(first_token):
             """The positions of the last keys that a warpgroup's queries see."""
             rows = pl.ds(first_token, _GROUP_TOKENS)
-            return plgpu.load(tiles_ref.last_seen.at[rows], layout=_PER_TOKEN, optimized=False)  # pyright: ignore[reportCallIssue]
+            last = plgpu.load(tiles_ref.last_seen.at[rows], layout=_PER_TOKEN, optimized=False)  # pyright: ignore[reportCallIssue]
+            return plgpu.layout_cast(last, _PER_TOKEN)
 
         def is_seen(first_query, last_seen):
             """Which keys of a block are seen, by queries from this place of the block on. They see
@@ -187,6 +188,9 @@ def prefill(
             # One number per key and one per query: one number per score would need registers that
             # head size 256 does not leave.
             key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
+            if last_seen is not None and config.sliding_window is None:
+                # What nothing uses has no layout that the compiler could find.
+                return key <= _over_columns(last_seen, block_tokens)
             query = _iota(_GROUP_TOKENS, _PER_TOKEN) + first_query
             seen = key <= _over_columns(query if last_seen is None else last_seen, block_tokens)
             if config.sliding_window is not None:
