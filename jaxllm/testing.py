@@ -81,8 +81,9 @@ def make_tiny_checkpoint(
     """Write a model directory: config, weights, generation config, tokenizer, chat template.
 
     Args:
-      family: one of `jaxllm.models.registry.family_names()`.
-      sees_images: whether it has a tower for images, and what belongs to one: in the family
+      family: one of `jaxllm.models.registry.family_names()`; with a tower also one of
+        `around_names()`.
+      sees_images: whether it has a tower for images, and what belongs to one, as in the family
         'mistral3'.
       config_overrides: fields of config.json, such as num_key_value_heads=1 or
         rope_scaling={"rope_type": "linear", "factor": 2.0}.
@@ -201,6 +202,10 @@ def tiny_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     }
 
 
+# Numbers that bound what goes into a product and comes out, with their signs.
+_BOUNDS = {"input_min": -1, "input_max": 1, "output_min": -1, "output_max": 1}
+
+
 def _random_tensor(
     name: str,
     shape: tuple[int, ...],
@@ -210,6 +215,8 @@ def _random_tensor(
 ) -> np.ndarray:
     module, leaf = name.split(".")[-2:]
     gain = gains.get(module, 1.0)
+    if leaf in _BOUNDS:
+        return np.array(_BOUNDS[leaf] * (1.5 + 0.1 * rng.standard_normal()))
     if leaf == "bias":
         return 0.2 * rng.standard_normal(shape)
     if len(shape) == 1 or module.endswith("norm"):

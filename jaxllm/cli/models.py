@@ -9,7 +9,7 @@ import ast
 from importlib import resources
 
 from jaxllm.models import families
-from jaxllm.models.registry import architectures_of, encoder_names, family_names
+from jaxllm.models.registry import architectures_of, around_names, encoder_names, family_names
 
 _SEEING = ("mistral3", "qwen2", "qwen3", "qwen3_5", "qwen3_moe")  # whose towers are computed, too
 
@@ -26,7 +26,7 @@ def table() -> list[str]:
     """The lines of a table in Markdown, with a row for each family."""
     titles = ("Family", "Models", "`architectures` in config.json", "Compared with")
     rows = [titles, ("---",) * len(titles)]
-    for family in sorted((*family_names(), *encoder_names())):
+    for family in sorted((*family_names(), *encoder_names(), *around_names())):
         names = ", ".join(f"`{name}`" for name in architectures_of(family))
         rows.append((family, summary(family), names, comparison(family)))
     return [f"| {' | '.join(row)} |" for row in rows]
@@ -36,6 +36,8 @@ def comparison(family: str) -> str:
     """What the tests compare a family's tiny checkpoints with."""
     if family in encoder_names():
         return "transformers; pools only"
+    if family in around_names():
+        return "transformers, by images"
     larger = [name for name in architectures_of(family) if is_larger(name)]
     if not larger:
         return "transformers"

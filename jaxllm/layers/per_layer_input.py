@@ -27,6 +27,7 @@ class PerLayerInputSpec:
     vocab_size: int  # of the second embedding
     norm: NormSpec
     activation: str  # of the gate, one of ACTIVATIONS
+    of_given: int = 0  # the token whose inputs stand where an embedding is given
 
     def make(self, hidden_size: int, *, dtype: DTypeLike) -> "GatedInput":
         """Make a layer's part."""

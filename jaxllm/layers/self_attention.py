@@ -38,7 +38,8 @@ class SelfAttentionSpec:
     reach: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: NormSpec | None = None  # of each head's queries and keys
+    qk_norm: NormSpec | None = None  # of queries and keys
+    norms_all_heads: bool = False  # together; False: each head by itself
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -77,14 +78,15 @@ class SelfAttention(nnx.Module):
             q.rows, hidden_size, bias=spec.o_bias, axes=("hidden", "heads"), dtype=dtype
         )
         self.q_norm, self.k_norm = (
-            None if spec.qk_norm is None else spec.qk_norm.make(spec.head_size, dtype=dtype)
-            for _ in range(2)
+            None
+            if spec.qk_norm is None
+            else spec.qk_norm.make(rows if spec.norms_all_heads else spec.head_size, dtype=dtype)
+            for rows in (q.rows, kv.rows)
         )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Attend from x [T, D]; return [T, D] and the cache, which is empty."""
-        spec, ops = self.spec, context.state_ops
-        assert ops is not None, "the plan has chosen no op"
+        spec = self.spec
         with jax.named_scope("attention"):
             projected = self.qkv_proj(x).reshape(len(x), self.num_shards, -1, spec.head_size)
             num_q, num_kv = (n // self.num_shards for n in (spec.num_heads, spec.num_kv_heads))
@@ -100,22 +102,35 @@ class SelfAttention(nnx.Module):
                 self._place(heads, norm, context)
                 for heads, norm in ((q, self.q_norm), (k, self.k_norm))
             )
-            out = on_shards(
-                functools.partial(
-                    ops.self_attention,
-                    config=SelfAttentionConfig(scale=spec.scale, reach=spec.reach),
-                ),
-                (q, k, v, context.paged[0].batch.query_starts),
-                (_HEADS, _HEADS, _HEADS, ()),
-                _HEADS,
-                context.mesh,
-            )
+            out = attend(spec, q, k, v, context)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _place(self, x: jax.Array, norm: Norm | None, context: StepContext) -> jax.Array:
         if norm is not None:
-            x = norm(x)
+            x = (
+                norm(x.reshape(len(x), -1)).reshape(x.shape)
+                if self.spec.norms_all_heads
+                else norm(x)
+            )
         if self.spec.rope is None:
             return x
         assert context.rotary is not None
         return rotate(x, context.rotary)
+
+
+def attend(
+    spec: SelfAttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, context: StepContext
+) -> jax.Array:
+    """Let tokens see their texts: heads [T, N, H] of queries and [T, K, H] of keys and values, cut
+    over the shards. Return [T, N, H]."""
+    ops = context.state_ops
+    assert ops is not None, "the plan has chosen no op"
+    return on_shards(
+        functools.partial(
+            ops.self_attention, config=SelfAttentionConfig(scale=spec.scale, reach=spec.reach)
+        ),
+        (q, k, v, context.paged[0].batch.query_starts),
+        (_HEADS, _HEADS, _HEADS, ()),
+        _HEADS,
+        context.mesh,
+    )

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.errors import ValidationError, refused
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import UndecodableError
+from jaxllm.media.resizing import Tiles, UndecodableError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -94,8 +94,12 @@ def of_array(name: str, array: np.ndarray) -> "Image":
 def to_patches(image: "Image", spec: ImageSpec) -> Patches:
     """Resize an RGB image and cut it; raise UndecodableError."""
     height, width = spec.resizing.size(image.height, image.width, spec.side)
-    resized = image.resize((width, height), resample=spec.resample)
-    return cut(np.asarray(resized), spec)
+    pixels = np.asarray(image.resize((width, height), resample=spec.resample))
+    if isinstance(spec.resizing, Tiles) and height * width > (edge := spec.resizing.pixels) ** 2:
+        tiles = pixels.reshape(height // edge, edge, width // edge, edge, 3).swapaxes(1, 2)
+        whole = np.asarray(image.resize((edge, edge), resample=spec.resample))
+        pixels = np.concatenate([tiles.reshape(-1, edge, 3), whole])
+    return cut(pixels, spec)
 
 
 def cut(pixels: np.ndarray, spec: ImageSpec) -> Patches:

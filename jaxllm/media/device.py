@@ -125,11 +125,11 @@ class EncoderLayout:
 def encoder_sizes(spec: ImageSpec, max_patches: int) -> tuple[int, ...]:
     """How many patches the programs of the tower compute: powers of two, up to one that holds the
     largest image, which has so many."""
-    first = max(256, spec.patches_per_token)
+    first = max(256, spec.patches_per_unit)
     powers = [1 << power for power in range(first.bit_length() - 1, 1 << 5)]
     up_to = next(size for size in powers if size >= max_patches)
     return tuple(
-        math.ceil(size / spec.patches_per_token) * spec.patches_per_token
+        math.ceil(size / spec.patches_per_unit) * spec.patches_per_unit
         for size in powers
         if size <= up_to
     )

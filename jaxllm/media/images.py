@@ -42,6 +42,12 @@ class Length(Protocol):
     def fit(self, token_ids: list[int]) -> list[int]: ...
 
 
+class Encoder(Protocol):
+    """A tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
 class Loaded(tuple[Patches, ...]):
     """The images of a prompt, decoded."""
 
@@ -54,9 +60,10 @@ def has_images(prompt: object) -> bool:
 class Images:
     """Loads and places the images of one engine's requests. Thread-safe."""
 
-    def __init__(self, config: EngineConfig, spec: ImageSpec | None):
+    def __init__(self, config: EngineConfig, spec: ImageSpec | None, encoder: Encoder | None):
         self._config = config.media
         self._spec = spec
+        self._encoder = encoder
         self._decoder = None if spec is None else DecodeProcess(spec)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "images")  # which begin when needed
 
@@ -98,8 +105,8 @@ class Images:
         data = others.pop(DATA, None)
         if data is None:
             return others, ()
-        if self._spec is not None and self._spec.written and isinstance(others.get("prompt"), str):
-            others["prompt"] = others["prompt"].replace(*self._spec.written)
+        if self._spec is not None and self._spec.written:
+            others |= self._rewritten(others.get("prompt"), others.get("prompt_token_ids"))
         return others, data["image"]
 
     def placed(
@@ -173,6 +180,21 @@ class Images:
                 "image, as its chat template does",
             )
         return expanded, items
+
+    def _rewritten(self, text: object, ids: object) -> dict[str, Any]:
+        """A text with what is put in place of the marks for images. The ids of the same text, which
+        a chat has, too, change with it; others stay."""
+        assert self._spec is not None and self._spec.written is not None
+        mark, written = self._spec.written
+        if not isinstance(text, str) or mark not in text:
+            return {}
+        changed: dict[str, Any] = {"prompt": text.replace(mark, written)}
+        if isinstance(ids, list) and self._encoder is not None:
+            for adds in (False, True):  # a chat template may have written the special tokens
+                if self._encoder.encode(text, add_special_tokens=adds) == ids:
+                    of_text = self._encoder.encode(changed["prompt"], add_special_tokens=adds)
+                    return changed | {"prompt_token_ids": of_text}
+        return changed
 
     def _check_number(self, number: int) -> None:
         """Refuse more images than are allowed, before any is looked at."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from jaxllm.media.resizing import Area, LongestEdge, Square
+from jaxllm.media.resizing import Area, LongestEdge, Square, Tiles, TokenBudget
 
 
 class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -10,7 +10,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     patch_size: int
     merge: int  # the patches of a token's side
-    resizing: LongestEdge | Area | Square
+    resizing: LongestEdge | Area | Square | Tiles | TokenBudget
     resample: int  # the filter for that, as Pillow counts them
     # What the device makes of the bytes of each channel: (byte * scale - mean) / std.
     scale: float
@@ -26,6 +26,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_grid_positions: bool = False
     # Whether the tokens of an image see each other, so that no step ends inside of one.
     sees_all: bool = False
+    only_in_windows: bool = False  # in layers with a window, and not in the others
     # What stands for an image in a text, and what is put there, with `image_token` once; None: that
     # token stands there itself.
     written: tuple[str, str] | None = None
@@ -46,6 +47,13 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.merge**2
 
     @property
+    def patches_per_unit(self) -> int:
+        """Every image has a multiple of so many patches: those of a token, or of a tile."""
+        if isinstance(self.resizing, Tiles):
+            return (self.resizing.pixels // self.patch_size) ** 2
+        return self.patches_per_token
+
+    @property
     def patch_bytes(self) -> int:
         return 3 * self.patch_size**2
 
@@ -59,7 +67,7 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     rows: int  # of patches
     columns: int
     # uint8: the patches one after another, those of a token beside each other. A patch has the rows
-    # of its first channel, then those of the next.
+    # of its first channel, then those of the next. Tiles lie one below the other.
     pixels: bytes
 
     @property

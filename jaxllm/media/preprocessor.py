@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge, Square
+from jaxllm.media.resizing import Area, LongestEdge, Square, Tiles, TokenBudget
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 _FILE = "preprocessor_config.json"
@@ -21,6 +21,11 @@ _HIGHEST_EDGE = 1 << 13
 _HIGHEST_AREA = 1 << 26
 # What stands for an image in a text of Gemma's, its embeddings, and its end.
 _OF_GEMMA = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+_OF_GEMMA_4 = "Gemma4ImageProcessor"
+_BUDGETS = (70, 140, 280, 560, 1120)  # the numbers of tokens of an image that Gemma 4 has learned
+# What is put around the embeddings of an image of InternVL's.
+_AROUND_TILES = ("<img>", "</img>")
+_MOST_TILES = 64
 _OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
@@ -31,7 +36,11 @@ class Wanted(NamedTuple):
     patch_size: int
     merge: int
     image_token_id: int
-    image_size: int | None = None  # the edges of every image; None: they keep theirs
+    # The edges of every image, or of every tile of one; None: they keep theirs.
+    image_size: int | None = None
+    marks: tuple[int, int] | None = None  # the tokens before and behind an image in a text
+    sees_all: bool = False  # as ImageSpec has it
+    only_in_windows: bool = False
 
 
 def read_image_spec(
@@ -53,19 +62,22 @@ def read_image_spec(
             f"{_FILE}: image_processor_type={shown(kind)} is not supported for this model; start "
             "with language_model_only=True for prompts of text"
         )
-    for name in ("do_resize", "do_rescale", "do_normalize"):
+    for name in ("do_resize", "do_rescale"):
         if fields.get(name, True) is not True:
             raise UnsupportedModelError(f"{_FILE}: {name}={shown(fields[name])} is not supported")
     ids = _token_ids(tokenizer)
     read = _PROCESSORS[wanted.processor]
+    mean, std = _normalisation(fields, usual=wanted.processor != _OF_GEMMA_4)
     return ImageSpec(
         patch_size=wanted.patch_size,
         merge=wanted.merge,
         resample=_filter(fields.get("resample", 3)),
         scale=_number(fields, "rescale_factor", 1 / 255),
-        mean=_numbers(fields, "image_mean"),
-        std=_numbers(fields, "image_std"),
+        mean=mean,
+        std=std,
         image_token_id=wanted.image_token_id,
+        sees_all=wanted.sees_all,
+        only_in_windows=wanted.only_in_windows,
         max_images=max_images,
         **read(fields, processor, wanted, ids, changes),
     )
@@ -139,12 +151,7 @@ def _read_qwen(
             f"({area.min_pixels} by default) is at most max_pixels, and max_pixels is at most "
             f"{area.max_pixels}, as the model was trained",
         )
-    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
-    if token is None:
-        raise CheckpointError(
-            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
-            "as image_token_id"
-        )
+    token = _image_token(ids, wanted)
     return {"resizing": changed, "image_token": token, "has_grid_positions": True}
 
 
@@ -155,13 +162,7 @@ def _read_gemma(
     ids: Mapping[str, int],
     changes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    edge = wanted.image_size
-    assert edge is not None, "its tower says how large images are"
-    if fields.get("size") != {"height": edge, "width": edge}:
-        raise CheckpointError(
-            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
-            f"{edge} pixels"
-        )
+    edge = _square_edge(fields, wanted)
     if fields.get("do_pan_and_scan"):
         raise UnsupportedModelError(f"{_FILE}: do_pan_and_scan is not supported; set it to false")
     _check_equal(
@@ -180,16 +181,115 @@ def _read_gemma(
     return {
         "resizing": Square(edge),
         "image_token": soft,
-        "sees_all": True,
         "written": (mark, f"\n\n{mark}{soft}{end}\n\n"),
     }
 
 
+def _read_gemma4(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    for name, value in (
+        ("patch_size", wanted.patch_size), ("pooling_kernel_size", wanted.merge),
+    ):  # fmt: skip
+        _check_equal(_FILE, fields, name, value)
+    tokens = fields.get("max_soft_tokens", 280)
+    if tokens not in _BUDGETS:
+        raise UnsupportedModelError(f"{_FILE}: max_soft_tokens={shown(tokens)} is not supported")
+    _check_known(changes, ("max_soft_tokens",))
+    changed = changes.get("max_soft_tokens", tokens)
+    if isinstance(changed, bool) or changed not in _BUDGETS:
+        may = ", ".join(map(str, _BUDGETS))
+        raise refused("mm_processor_kwargs.max_soft_tokens", changed, f"it must be one of {may}")
+    assert wanted.marks is not None, "its config.json has them"
+    names = {number: name for name, number in ids.items()}
+    of_image = (wanted.marks[0], wanted.image_token_id, wanted.marks[1])
+    for number in of_image:
+        if number not in names:
+            raise CheckpointError(
+                f"tokenizer.json: there is no token {number}, which config.json names for images"
+            )
+    before, soft, behind = (names[number] for number in of_image)
+    return {
+        "resizing": TokenBudget(changed),
+        "image_token": soft,
+        "written": (soft, f"{before}{soft}{behind}"),
+    }
+
+
+def _read_tiles(
+    fields: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    wanted: Wanted,
+    ids: Mapping[str, int],
+    changes: Mapping[str, Any],
+) -> dict[str, Any]:
+    # crop_to_patches is not asked: InternVLProcessor cuts images, whatever this file says.
+    edge = _square_edge(fields, wanted)
+    of_tile = (edge // wanted.patch_size // wanted.merge) ** 2
+    _check_equal("processor_config.json", processor, "image_seq_length", of_tile)
+    _check_known(changes, ("max_patches",))
+    least, most = fields.get("min_patches", 1), fields.get("max_patches", 12)
+    if not _is_count(least) or not _is_count(most) or not least <= most <= _MOST_TILES:
+        raise UnsupportedModelError(
+            f"{_FILE}: min_patches={shown(least)} and max_patches={shown(most)} must be numbers of "
+            f"tiles, one after the other, up to {_MOST_TILES}"
+        )
+    fewer = changes.get("max_patches", most)
+    if not _is_count(fewer) or not least <= fewer <= most:
+        raise refused(
+            "mm_processor_kwargs.max_patches",
+            fewer,
+            f"it must be a number of tiles from {least} to {most}, as the model was trained",
+        )
+    token = _image_token(ids, wanted)
+    for around in _AROUND_TILES:
+        if around not in ids:
+            raise CheckpointError(f"tokenizer.json: there is no token {shown(around)}")
+    return {
+        "resizing": Tiles(pixels=edge, min_tiles=least, max_tiles=fewer),
+        "image_token": token,
+        "written": (token, token.join(_AROUND_TILES)),
+    }
+
+
 _PROCESSORS = {
+    _OF_GEMMA_4: _read_gemma4,
     "Gemma3ImageProcessor": _read_gemma,
+    "GotOcr2ImageProcessor": _read_tiles,
     "PixtralImageProcessor": _read_pixtral,
     "Qwen2VLImageProcessor": _read_qwen,
 }
+
+
+def _square_edge(fields: Mapping[str, Any], wanted: Wanted) -> int:
+    """The pixels of the edges of images that are squares of one size."""
+    edge = wanted.image_size
+    assert edge is not None, "its tower says how large images are"
+    if fields.get("size") != {"height": edge, "width": edge}:
+        raise CheckpointError(
+            f"{_FILE}: size={shown(fields.get('size'))}, where config.json has images of {edge} x "
+            f"{edge} pixels"
+        )
+    return edge
+
+
+def _image_token(ids: Mapping[str, int], wanted: Wanted) -> str:
+    """The token that config.json names by its number."""
+    token = next((name for name, its in ids.items() if its == wanted.image_token_id), None)
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json: there is no token {wanted.image_token_id}, which config.json names "
+            "as image_token_id"
+        )
+    return token
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_equal(file: str, fields: Mapping[str, Any], name: str, value: int) -> None:
@@ -261,6 +361,18 @@ def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise CheckpointError(f"{_FILE}: {name}={shown(value)} must be a number above zero")
     return float(value)
+
+
+def _normalisation(
+    fields: Mapping[str, Any], *, usual: bool
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """The mean and the deviation of each channel. Some models leave pixels as they are."""
+    normalises = fields.get("do_normalize")
+    if normalises not in (None, True, False):
+        raise CheckpointError(f"{_FILE}: do_normalize={shown(normalises)} must be true or false")
+    if usual if normalises is None else normalises:
+        return _numbers(fields, "image_mean"), _numbers(fields, "image_std")
+    return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 
 def _numbers(fields: Mapping[str, Any], name: str) -> tuple[float, float, float]:

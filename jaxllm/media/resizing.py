@@ -43,6 +43,38 @@ class Square(msgspec.Struct, frozen=True, tag=True):
         return (self.pixels // side) ** 2
 
 
+class Tiles(msgspec.Struct, frozen=True, tag=True):
+    """InternVL's: an image becomes square tiles side by side, in a grid that is about as wide for
+    its height as the image. If there are several, the whole image is one more, behind them."""
+
+    pixels: int  # of a tile's edge
+    min_tiles: int
+    max_tiles: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of all tiles together."""
+        best, least = (1, 1), math.inf
+        for columns, rows in self._grids():
+            away = abs(width / height - columns / rows)
+            # Of grids alike, the larger one is for images that fill half of it.
+            fills = 2 * width * height > self.pixels**2 * columns * rows
+            if away < least or (away == least and fills):
+                best, least = (columns, rows), away
+        return best[1] * self.pixels, best[0] * self.pixels
+
+    def max_tokens(self, side: int) -> int:
+        most = max(columns * rows for columns, rows in self._grids())
+        return (most + (most > 1)) * (self.pixels // side) ** 2
+
+    def _grids(self) -> list[tuple[int, int]]:
+        """The columns and rows of grids, those of fewer tiles first; transformers goes through them
+        in this order, which decides between equals."""
+        edges = range(1, self.max_tiles + 1)
+        found = [(columns, rows) for columns in edges for rows in edges]
+        found = [one for one in found if self.min_tiles <= one[0] * one[1] <= self.max_tiles]
+        return sorted(found, key=math.prod)
+
+
 class Area(msgspec.Struct, frozen=True, tag=True):
     """Qwen's: an image keeps its size, unless its area is below or above these numbers of pixels.
     Its edges are rounded as Python does it: halves to even numbers."""
@@ -72,3 +104,23 @@ class Area(msgspec.Struct, frozen=True, tag=True):
         smallest, longest = math.sqrt(self.min_pixels) / side, math.sqrt(_MOST_UNEQUAL)
         rounded_up = smallest**2 + smallest * (longest + 1 / longest) + 1
         return math.floor(max(self.max_pixels / side**2, in_row, rounded_up))
+
+
+class TokenBudget(msgspec.Struct, frozen=True, tag=True):
+    """Gemma 4's: every image becomes as large as so many tokens allow, and keeps its ratio as far
+    as whole tokens do."""
+
+    tokens: int
+
+    def size(self, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of an image, for tokens of so many pixels a side."""
+        factor = math.sqrt(self.tokens * side**2 / (height * width))
+        rows, columns = (math.floor(edge * factor / side) for edge in (height, width))
+        if not rows:
+            rows, columns = 1, min(math.floor(width / height), self.tokens)
+        elif not columns:
+            rows, columns = min(math.floor(height / width), self.tokens), 1
+        return rows * side, columns * side
+
+    def max_tokens(self, side: int) -> int:
+        return self.tokens

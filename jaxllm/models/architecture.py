@@ -73,6 +73,9 @@ def _without_wide_windows(architecture: Architecture, max_model_len: int) -> Arc
     """The same computation without the windows and chunks that hold the longest sequence: their
     layers need no cache of their own kind."""
 
+    if architecture.tower is not None and architecture.tower.seeing == "image_in_windows":
+        return architecture  # these layers differ from the others also where all fits
+
     def narrowed(mixer: MixerSpec) -> MixerSpec:
         if not isinstance(mixer, AttentionSpec):
             return mixer

@@ -41,28 +41,46 @@ def beside_visual(
     return dataclasses.replace(first, others=tuple(others))
 
 
-def beside_vision_tower(names: CheckpointMap, tower: TowerSpec) -> CheckpointMap:
+def beside_vision_tower(
+    names: CheckpointMap,
+    tower: TowerSpec,
+    *,
+    towers: tuple[str, ...] = ("vision_tower.vision_model", "vision_tower"),
+    told_by: str = "post_layernorm.weight",
+) -> CheckpointMap:
     """The map of a decoder beside a tower called `vision_tower` and its projector. transformers has
-    left out a module around the tower since, and may write all inside `model`. What pools the
-    tower's outputs is not used."""
+    left out a module around most towers since, and may write all inside `model`. What pools the
+    tower's outputs is not used.
+
+    Args:
+      towers: the names that checkpoints have for the tower.
+      told_by: a parameter that every such tower has.
+    """
     layouts = []
     for its in _layouts(names):
         for before, decoder in (
             ("", {"model": "language_model.model", "lm_head": "language_model.lm_head"}),
             ("model.", {"model": "model.language_model"}),
         ):
-            for vision in ("vision_tower.vision_model", "vision_tower"):
+            for vision in towers:
                 inside = tower.names(CheckpointMap()).with_names(
                     vision_tower=before + vision,
                     multi_modal_projector=f"{before}multi_modal_projector",
                 )
                 layout = its.with_names(**decoder).ignoring(rf"{before}{vision}\.head\..*")
-                told_by = (*layout.told_by, "tower.vision_tower.post_layernorm.weight")
-                layouts.append(
-                    dataclasses.replace(layout, parts={"tower": inside}, told_by=told_by)
-                )
+                told = (*layout.told_by, f"tower.vision_tower.{told_by}")
+                layouts.append(dataclasses.replace(layout, parts={"tower": inside}, told_by=told))
     first, *others = layouts
     return dataclasses.replace(first, others=tuple(others))
+
+
+def beside_embed_vision(names: CheckpointMap, tower: TowerSpec) -> CheckpointMap:
+    """The map of Gemma 4's decoder beside the tower for images; that for sound is not loaded."""
+    modules = {name: f"model.{name}" for name in ("vision_tower", "embed_vision")}
+    inside = tower.names(CheckpointMap()).with_names(**modules)
+    names = names.with_names(model="model.language_model")
+    names = names.ignoring(r"model\.(audio_\w+|embed_audio)\..*")
+    return dataclasses.replace(names, parts={"tower": inside})
 
 
 def _layouts(names: CheckpointMap) -> list[CheckpointMap]:

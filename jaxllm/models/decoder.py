@@ -292,9 +292,12 @@ class Decoder(nnx.Module):
             is_real = inputs < size * len(self.embed_types.weight[...])
             types = jnp.where(is_real, inputs // size, NOWHERE)
             inputs = jnp.where(is_real, inputs % size, inputs)
+        given = context.given
+        if self.per_layer_inputs is not None and given is not None:
+            inputs = jnp.where(given.rows >= 0, self.per_layer_inputs.spec.of_given, inputs)
         hidden = self.embed(inputs)
-        if context.given is not None:
-            hidden = context.given.put_into(hidden)
+        if given is not None:
+            hidden = given.put_into(hidden)
         if self.embed_positions is not None:
             rows = jnp.where(inputs < size, positions + self.first_position, NOWHERE)
             hidden = hidden + self.embed_positions(rows)

@@ -125,6 +125,9 @@ HARMLESS = {
         _GENERATION,
     ),
     "is_decoder": "every model here is one",
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"), "that of the whole model is read, and a tower has the same"
+    ),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "finetuning_task"), _LABELS),
 }
 

@@ -100,6 +100,9 @@ _ENCODERS = {
         for head in ("Model", "ForMaskedLM", "ForSequenceClassification")
     },
 }
+# Likewise, of models that put a tower before decoders of other families.
+_AROUND = {"InternVLForConditionalGeneration": "internvl"}
+_ALL = _FAMILIES | _ENCODERS | _AROUND
 _WITHOUT_HEAD = re.compile(r"(ForProcessRewardModel|(Text)?Model|ForSequenceClassification)$")
 _DECODER = "jaxllm.models.decoder:DecoderForCausalLM"
 _DEFAULT_FAMILY = "jaxllm.models.families.llama:FAMILY"
@@ -109,10 +112,9 @@ class ModelRegistry:
     """Architectures that can be run."""
 
     _families: dict[str, "Family | str"] = {
-        name: f"jaxllm.models.families.{file}:FAMILY"
-        for name, file in (_FAMILIES | _ENCODERS).items()
+        name: f"jaxllm.models.families.{file}:FAMILY" for name, file in _ALL.items()
     }
-    _classes: dict[str, type | str] = dict.fromkeys(_FAMILIES | _ENCODERS, _DECODER)
+    _classes: dict[str, type | str] = dict.fromkeys(_ALL, _DECODER)
 
     @classmethod
     def register_model(
@@ -168,7 +170,7 @@ class ModelRegistry:
 
 
 def family_names() -> list[str]:
-    """The families of the package that generate text."""
+    """The families of the package that have a decoder of their own, which generates text."""
     return sorted(set(_FAMILIES.values()))
 
 
@@ -177,9 +179,14 @@ def encoder_names() -> list[str]:
     return sorted(set(_ENCODERS.values()))
 
 
+def around_names() -> list[str]:
+    """The families of the package whose decoders are of other families."""
+    return sorted(set(_AROUND.values()))
+
+
 def architectures_of(family: str) -> list[str]:
     """The architectures that a family of the package reads."""
-    return [name for name, file in (_FAMILIES | _ENCODERS).items() if file == family]
+    return [name for name, file in _ALL.items() if file == family]
 
 
 def load_family(name: str) -> "Family":

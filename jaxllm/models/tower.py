@@ -5,7 +5,7 @@ batch, and within an image in the order of the tokens that they become: the patc
 neighbours, row by row.
 """
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -13,6 +13,10 @@ from jax.typing import DTypeLike
 
 from jaxllm.layers.state import StateOps
 from jaxllm.models.checkpoint_map import CheckpointMap
+
+# What a token of an image sees: those before it, or all of its image, in all layers of the decoder
+# or in those with a window alone.
+Seeing = Literal["before", "image", "image_in_windows"]
 
 
 class Images(NamedTuple):
@@ -56,8 +60,18 @@ class TowerSpec(Protocol):
         ...
 
     @property
+    def marks(self) -> tuple[int, int] | None:
+        """The tokens that stand before and behind an image in a text, where config.json names
+        them."""
+        ...
+
+    @property
+    def seeing(self) -> Seeing: ...
+
+    @property
     def image_size(self) -> int | None:
-        """The pixels of the edges that every image has; None: images keep theirs."""
+        """The pixels of the edges that every image has, or every tile of one; None: images keep
+        theirs."""
         ...
 
     @property

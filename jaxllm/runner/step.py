@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 
+from jaxllm.cache_groups import Window
 from jaxllm.layers.context import GivenEmbeddings, StepContext
 from jaxllm.lora.device import Adapters, adapted
 from jaxllm.media.slice import NAME as IMAGES
@@ -129,7 +130,7 @@ def make_step(
                 ),
                 num_decodes=inputs.num_decodes,
                 num_short=inputs.num_short,
-                last_seen=_last_seen(inputs, context_lens),
+                last_seen=_last_seen(plan, group.window, inputs, context_lens),
                 block_size=plan.block_size,
                 decode_only=layout.bucket.decode_only,
             )
@@ -325,10 +326,17 @@ def _context_lens(inputs: StepInputs, lengths: jax.Array) -> jax.Array:
     return starts + jnp.diff(inputs.query_starts)
 
 
-def _last_seen(inputs: StepInputs, context_lens: jax.Array) -> jax.Array | None:
-    """The position up to which each token sees, in models where tokens of images see each other."""
+def _last_seen(
+    plan: EnginePlan, window: Window, inputs: StepInputs, context_lens: jax.Array
+) -> jax.Array | None:
+    """The position up to which each token sees, in layers where tokens of images see each other;
+    None: it sees no later token."""
     ahead = inputs.slices.get(IMAGES, {}).get("ahead")
-    return None if ahead is None else _positions(inputs, context_lens) + ahead
+    if ahead is None or plan.images is None:
+        return None
+    if window is None and plan.images.spec.only_in_windows:
+        return None
+    return _positions(inputs, context_lens) + ahead
 
 
 def _positions(inputs: StepInputs, context_lens: jax.Array) -> jax.Array:

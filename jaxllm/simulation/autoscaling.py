@@ -1,7 +1,8 @@
-"""Ray Serve's rule for the number of replicas: so many that each has its target of requests.
+"""Ray Serve's rule for the number of replicas: so many that each has its target of requests, and of
+its KV cache if there is such a target.
 
-The rule follows the mean of all unfinished requests over a time. It decides for a number only after
-it has wanted to go in that direction for a while.
+The rule follows the means over a time of all unfinished requests and of the caches that they hold.
+It decides for a number only after it has wanted to go in that direction for a while.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxllm.engine.scaling import kv_target, needed_replicas
 from jaxllm.errors import ValidationError, refused
 from jaxllm.option_types import check_type
 
@@ -23,12 +25,13 @@ _WITHOUT_EFFECT = ("metrics_interval_s",)
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscalingRules:
-    """Ray Serve's `autoscaling_config`, with its names and defaults."""
+    """Ray Serve's `autoscaling_config`, with its names and defaults, and our field."""
 
     min_replicas: int = 1
     max_replicas: int = 1
     initial_replicas: int | None = None
     target_ongoing_requests: float = 2.0
+    target_kv_cache_usage: float | None = None
     look_back_period_s: float = 30.0
     upscale_delay_s: float = 30.0
     downscale_delay_s: float = 600.0
@@ -47,6 +50,7 @@ class AutoscalingRules:
                 )
             check_type(name, value, known[name].type)
         rules = cls(**values)
+        kv_target(values)
         rules._check()
         return rules
 
@@ -77,15 +81,16 @@ class AutoscalingRules:
 
 
 class Autoscaler:
-    """Decides at each `decide`. Its caller counts requests and has the replicas."""
+    """Decides at each `decide`. Its caller counts requests, and has the replicas and caches."""
 
     def __init__(self, rules: AutoscalingRules):
         self._rules = rules
         self.target = rules.start
         self._wanted_since: float | None = None
         self._wants_more = False
-        # (time, integral of the unfinished requests until then), for the mean.
-        self._past: deque[tuple[float, float]] = deque([(0.0, 0.0)])
+        # For means: (time, integrals until then of unfinished requests and of caches in use).
+        self._past: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)])
+        self._usage_integral = 0.0
         self._num_ongoing = 0
         self._changed_at = 0.0
         self._integral = 0.0
@@ -95,21 +100,32 @@ class Autoscaler:
         self._integral += self._num_ongoing * (now - self._changed_at)
         self._num_ongoing, self._changed_at = num_ongoing, now
 
+    def note_usage(self, usage_seconds: float) -> None:
+        """Note the use of the KV caches of all running replicas, over the time since the last
+        note."""
+        self._usage_integral += usage_seconds
+
     def decide(self, now: float, num_running: int) -> int:
         """Return how many replicas there should be."""
-        return self._decided(now, num_running, self._mean(now))
+        return self._decided(now, num_running, *self._means(now))
 
-    def _mean(self, now: float) -> float:
+    def _means(self, now: float) -> tuple[float, float]:
+        """The means of unfinished requests, and of caches in use."""
         self.note(now, self._num_ongoing)
-        self._past.append((now, self._integral))
+        self._past.append((now, self._integral, self._usage_integral))
         while len(self._past) > 2 and self._past[1][0] <= now - self._rules.look_back_period_s:
             self._past.popleft()
-        then, integral = self._past[0]
-        return self._num_ongoing if now == then else (self._integral - integral) / (now - then)
+        then, integral, usage = self._past[0]
+        if now == then:
+            return self._num_ongoing, 0.0
+        seconds = now - then
+        return (self._integral - integral) / seconds, (self._usage_integral - usage) / seconds
 
-    def _decided(self, now: float, num_running: int, num_requests: float) -> int:
+    def _decided(
+        self, now: float, num_running: int, num_requests: float, usage: float = 0.0
+    ) -> int:
         rules = self._rules
-        wanted = self._wanted(num_running, num_requests)
+        wanted = self._wanted(num_running, num_requests, usage)
         if wanted == self.target:
             self._wanted_since = None
             return self.target
@@ -122,9 +138,12 @@ class Autoscaler:
             self.target = min(max(wanted, rules.min_replicas), rules.max_replicas)
         return self.target
 
-    def _wanted(self, num_running: int, num_requests: float) -> int:
-        """The number for these requests, as far as the factor goes there in one decision."""
-        needed = num_requests / self._rules.target_ongoing_requests
+    def _wanted(self, num_running: int, num_requests: float, usage: float) -> int:
+        """The number for this load, as far as the factor goes there in one decision."""
+        rules = self._rules
+        needed = needed_replicas(
+            num_requests, rules.target_ongoing_requests, usage, rules.target_kv_cache_usage
+        )
         more = needed > num_running
         factor = self._rules.upscaling_factor if more else self._rules.downscaling_factor
         wanted = math.ceil(num_running + (factor or 1.0) * (needed - num_running))

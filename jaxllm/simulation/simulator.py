@@ -164,6 +164,7 @@ class _Fleet:
         self._taking = list(self._wanted)
         self._ready_at = [0.0] * num_replicas
         self._began_at = [0.0] * num_replicas
+        self._usage_seen = [0.0] * num_replicas
         self._left: dict[int, float] = {}  # when one was told to finish its requests and end
         self.max_replicas = num_replicas
 
@@ -179,7 +180,9 @@ class _Fleet:
         assert self._autoscaler is not None
         now = self.now = self._next_look
         self._next_look += EVERY_S
-        target = self._autoscaler.decide(now, len(self._running(now)))
+        running = self._running(now)
+        self._autoscaler.note_usage(self._usage_since(running))
+        target = self._autoscaler.decide(now, len(running))
         while len(self._wanted) < target:
             self._wanted.append(len(self.replicas))
             self.replicas.append(self._make())
@@ -192,6 +195,16 @@ class _Fleet:
         self.max_replicas = max(self.max_replicas, len(self._wanted) + num_ending)
         self._taking = self._running(now)
         return self._taking
+
+    def _usage_since(self, running: list[int]) -> float:
+        """The use of the caches of these replicas, over the time since the last call."""
+        self._usage_seen += [0.0] * (len(self.replicas) - len(self._usage_seen))
+        used = 0.0
+        for index in running:
+            now = self.replicas[index].usage_seconds
+            used += now - self._usage_seen[index]
+            self._usage_seen[index] = now
+        return used
 
     def has_room(self, limit: int | None) -> bool:
         return limit is None or any(self.is_free(index, limit) for index in self._taking)

@@ -153,3 +153,33 @@ def make_gemma3(path):
         sliding_window=20,
         max_position_embeddings=512,
     )
+
+
+def make_gemma4(path, **fields):
+    """Layers with a window shorter than an image, which its tokens see within, and without; some
+    without keys of their own, and inputs of layers."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {
+        "num_hidden_layers": 4,
+        "layer_types": layers,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 20,
+        "use_bidirectional_attention": "vision",
+        "max_position_embeddings": 512,
+        "pad_token_id": 7,
+    }
+    return make_tiny_checkpoint(path, "gemma4", sees_images=True, **text | fields)
+
+
+def make_internvl(path, decoder="qwen3", *, vision=(), **fields):
+    """Before a decoder of another family, and with other fields of the tower."""
+    from safetensors.numpy import save_file
+
+    make_tiny_checkpoint(path, "internvl", sees_images=True, max_position_embeddings=512)
+    config = read_json(path / "config.json") | fields
+    text = tiny_config(decoder) | {"max_position_embeddings": 512}
+    text.pop("tie_word_embeddings")
+    config |= {"text_config": text, "vision_config": config["vision_config"] | dict(vision)}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tiny_weights(config, 0), path / "model.safetensors", metadata={"format": "pt"})
+    return path

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from jaxllm.media.decode import cut, decode, of_array, places, to_patches
 from jaxllm.media.decode_process import DecodeProcess
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.resizing import Area, LongestEdge, UndecodableError
+from jaxllm.media.resizing import Area, LongestEdge, Tiles, TokenBudget, UndecodableError
 from tests.media.models import encoded, picture
 
 SPEC = ImageSpec(
@@ -25,6 +25,7 @@ SPEC = ImageSpec(
 )  # fmt: skip
 
 
+GEMMA_4 = msgspec.structs.replace(SPEC, patch_size=4, merge=2, resizing=TokenBudget(70))
 # As Qwen has it: images are limited in their area.
 QWEN = msgspec.structs.replace(SPEC, resizing=Area(min_pixels=256, max_pixels=4096))
 
@@ -95,6 +96,77 @@ def test_pixels_of_qwen_are_those_of_transformers(name):
     np.testing.assert_array_equal(expected[:, :, 0], expected[:, :, 1])
     pixels = np.frombuffer(found.pixels, np.uint8).reshape(-1, 3, 16)
     np.testing.assert_array_equal(pixels, expected[:, :, 0])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pixels_of_gemma_4_are_those_of_transformers(name):
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    processor = Gemma4ImageProcessorPil(
+        max_soft_tokens=70, patch_size=4, pooling_kernel_size=2, do_rescale=False
+    )
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(PICTURES[name])))
+    made = processor(image, return_tensors="np")
+    columns, rows = made["image_position_ids"][0].max(axis=0) + 1
+    patches = made["pixel_values"][0][: rows * columns].reshape(rows, columns, 4, 4, 3)
+    pixels = patches.transpose(0, 2, 1, 3, 4).reshape(rows * 4, columns * 4, 3)
+    assert pixels.dtype == np.uint8
+    assert to_patches(decode(PICTURES[name]), GEMMA_4) == cut(pixels, GEMMA_4)
+
+
+def test_sizes_of_gemma_4_are_those_of_transformers():
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    sizes = np.exp(np.random.default_rng(0).uniform(0, 9, (2000, 2))).astype(int).tolist()
+    for tokens in (70, 280, 1120):
+        for height, width in [*sizes, (48, 48), (1, 5000), (5000, 1)]:
+            size = TokenBudget(tokens).size(height, width, 48)
+            expected = get_aspect_ratio_preserving_size(height, width, 16, tokens * 9, 3)
+            assert size == expected
+            assert size[0] * size[1] <= tokens * 48**2
+
+
+def test_tiles_are_those_of_transformers():
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, do_rescale=False, do_normalize=False
+    )
+    more = {f"{h} x {w}": encoded(picture(h, w)) for h, w in [(3, 3), (16, 32), (40, 81), (9, 100)]}
+    numbers = set()
+    for least, most in ((1, 6), (1, 1), (2, 5), (3, 3)):
+        resizing = Tiles(pixels=16, min_tiles=least, max_tiles=most)
+        for name, file in (PICTURES | more).items():
+            made = processor(
+                ImageOps.exif_transpose(Image.open(io.BytesIO(file))),
+                crop_to_patches=True,
+                min_patches=least,
+                max_patches=most,
+                return_tensors="np",
+            )
+            tiles = made["pixel_values"]
+            assert tiles.dtype == np.uint8 and made["num_patches"] == [len(tiles)]
+            one_column = tiles.transpose(0, 2, 3, 1).reshape(-1, 16, 3)
+            spec = msgspec.structs.replace(SPEC, resizing=resizing)
+            assert to_patches(decode(file), spec) == cut(one_column, spec), (name, least, most)
+            assert len(tiles) * 4 <= resizing.max_tokens(8)
+            numbers.add(len(tiles))
+    assert numbers == {1, 3, 4, 5, 6, 7}
+
+
+def test_grids_of_tiles_are_those_of_transformers():
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(0, 9, (500, 2))).astype(int).tolist()
+    sizes += [(448, 448), (633, 633), (634, 634), (1000, 1500), (896, 448), (1, 9000)]
+    for least, most in ((1, 12), (4, 40), (7, 7)):
+        tiles = Tiles(pixels=448, min_tiles=least, max_tiles=most)
+        for size in sizes:
+            columns, rows = get_optimal_tiled_canvas(tuple(size), (448, 448), least, most)
+            assert tiles.size(*size, 28) == (448 * rows, 448 * columns)
 
 
 def test_sizes_of_qwen_are_those_of_transformers():

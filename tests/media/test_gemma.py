@@ -122,6 +122,12 @@ def test_a_mark_in_a_text_becomes_what_the_processor_writes(llm):
     (output,) = llm.generate([prompt(PICTURES[0], text=text)], PARAMS, use_tqdm=False)
     written = text.replace(MARK, f"\n\n{MARK}{'<image_soft_token>' * 16}<end_of_image>\n\n")
     assert output.prompt_token_ids == llm.get_tokenizer().encode(written)
+    # So do the ids of a chat, of which the text is given, too.
+    its_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    both = prompt(PICTURES[0], text=text) | {"prompt_token_ids": its_ids}
+    assert llm.generate([both], PARAMS, use_tqdm=False)[0].prompt_token_ids == (
+        output.prompt_token_ids
+    )
     # Of ids, the token of the embeddings stands once for each image.
     ids = llm.get_tokenizer().encode(text.replace(MARK, "<image_soft_token>"))
     given = {"prompt_token_ids": ids, "multi_modal_data": {"image": PICTURES[0]}}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.media.models import OPTIONS, make_gemma3, make_qwen3_5_moe, make_qwen3_moe
+from tests.media.models import OPTIONS, make_gemma3, make_internvl, make_qwen3_5_moe, make_qwen3_moe
 
 pytest.importorskip("PIL")
 
@@ -56,6 +56,14 @@ def test_answers_of_qwen_do_not_either(kind, tmp_path):
 @pytest.mark.sweep
 def test_answers_of_gemma_do_not_either(tmp_path):
     one = compare(make_gemma3(tmp_path), "tensor_parallel_size", "<start_of_image>")
+    assert one[0][0] == one[2][0] and one[0] != one[1]
+
+
+@pytest.mark.sweep
+def test_answers_of_internvl_do_not_either(tmp_path):
+    """With a norm over the heads of all devices, in its tower."""
+    model = make_internvl(tmp_path, vision={"use_qk_norm": True, "norm_type": "rms_norm"})
+    one = compare(model, "tensor_parallel_size", "<IMG_CONTEXT>")
     assert one[0][0] == one[2][0] and one[0] != one[1]
 
 

@@ -101,6 +101,8 @@ SIZES = {
     "Qwen3.5 27B": 26.90,
     "Qwen3.6 35B-A3B": 34.66,
     "Kimi-Linear 48B-A3B": 49.12,
+    "InternVL3 1B": 0.63,
+    "InternVL3.5 38B": 32.76,
 }
 WITH_TOWERS = {
     "Qwen2.5-VL 7B": 8.29,
@@ -108,6 +110,8 @@ WITH_TOWERS = {
     "Qwen3-VL 30B-A3B": 31.07,
     "Qwen3.5 27B": 27.36,
     "Qwen3.6 35B-A3B": 35.11,
+    "InternVL3 1B": 0.94,
+    "InternVL3.5 38B": 38.39,
 }
 
 

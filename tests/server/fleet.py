@@ -35,6 +35,8 @@ ACTORS: dict[str, Any] = {
     "frontend_actor_options": {"num_cpus": 0, "resources": {"frontend": 1}},
 }
 NUM_ANSWERS, LENGTH = 60, 120
+NUM_IN_STORM = 300
+CUT = "the connection was cut"
 WAIT_S = 240
 
 
@@ -53,14 +55,20 @@ class Fleet:
         # A proxy at the head alone: others would want the same port.
         serve.start(http_options={"port": port, "location": "HeadOnly"})
         self.url = f"http://127.0.0.1:{port}/tiny"
+        self.num_pieces = 0  # that clients have got
+        self.num_asked_again = 0
 
     def start(self, **options: Any) -> None:
         serve.run(build(model=self.model, **ENGINE, **ACTORS, **options), route_prefix="/tiny")
 
     def replicas(self) -> list[str]:
         """The names of the engines' actors."""
+        return self.actors("#Engine#")
+
+    def actors(self, part: str) -> list[str]:
+        """The actors that have this in their names."""
         named: Any = ray.util.list_named_actors(all_namespaces=True)
-        return sorted(one["name"] for one in named if "#Engine#" in one["name"])
+        return sorted(one["name"] for one in named if part in one["name"])
 
     def num_running(self) -> int:
         states: Any = serve.status().applications["default"].deployments["Engine"].replica_states
@@ -73,29 +81,49 @@ class Fleet:
             time.sleep(0.2)
 
     async def answer(self, client: httpx.AsyncClient, place: int, stream: bool) -> dict[str, Any]:
-        """The text of an answer, and how it ended."""
+        """The text of an answer, and how it ended. If there is no connection, or it is cut before
+        anything has come, the client asks again, as clients do."""
+        while True:
+            found: dict[str, Any] = {"text": "", "ends": []}
+            try:
+                await self._read(client, place, stream, found)
+            except httpx.TransportError:
+                if not found["text"]:
+                    self.num_asked_again += 1
+                    await asyncio.sleep(0.2)
+                    continue
+                found["ends"].append(CUT)
+            return found
+
+    async def _read(
+        self, client: httpx.AsyncClient, place: int, stream: bool, found: dict[str, Any]
+    ) -> None:
         body = {"prompt": f"Number {place}", "max_tokens": LENGTH, "temperature": 0}
         body |= {"ignore_eos": True, "stream": stream}
-        text, ends = "", []
+        ends = found["ends"]
         async with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             if not stream or response.status_code != 200:
                 await response.aread()
-                found = response.json()
                 if response.status_code != 200:
-                    return {"text": "", "ends": [found["error"]["message"]]}
-                (choice,) = found["choices"]
-                return {"text": choice["text"], "ends": [choice["finish_reason"]]}
+                    ends.append(_reason(response))
+                    return
+                (choice,) = response.json()["choices"]
+                found["text"] = choice["text"]
+                ends.append(choice["finish_reason"])
+                return
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
+                    self.num_pieces += 1
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         ends.append(event["error"]["message"])
                         continue
                     (choice,) = event["choices"]
-                    text += choice["text"]
+                    found["text"] += choice["text"]
                     if choice["finish_reason"] is not None:
                         ends.append(choice["finish_reason"])
-        return {"text": text, "ends": ends}
+            if not ends:
+                ends.append(CUT)  # the proxy that was killed has closed it
 
     async def answers(self, num: int, during: Any = None) -> list[dict[str, Any]]:
         """Answer prompts, every third one as a whole, while something else happens."""
@@ -108,14 +136,26 @@ class Fleet:
             return await found
 
     async def num_generated(self, client: httpx.AsyncClient) -> float:
+        return await self.figure(client, "generation_tokens")
+
+    async def figure(self, client: httpx.AsyncClient, name: str) -> float:
+        """A figure in /metrics, of all engines together."""
         text = (await client.get(f"{self.url}/metrics")).text
-        lines = [one for one in text.splitlines() if one.startswith("jaxllm:generation_tokens")]
+        lines = [one for one in text.splitlines() if one.startswith(f"jaxllm:{name}")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def await_generated(self, client: httpx.AsyncClient, num: int) -> None:
         start = await self.num_generated(client)
         while await self.num_generated(client) < start + num:
             await asyncio.sleep(0.05)
+
+
+def _reason(response: httpx.Response) -> str:
+    """Why there is no answer: in our words, or in those of Serve's proxy."""
+    try:
+        return response.json()["error"]["message"]
+    except ValueError:
+        return f"{response.status_code}: {response.text}"
 
 
 def check(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict[str, int]:
@@ -128,8 +168,10 @@ def check(found: list[dict[str, Any]], alone: list[dict[str, Any]]) -> dict[str,
             counted["whole"] += 1
         else:
             assert expected["text"].startswith(one["text"]), (one, expected)
-            assert "replica" in one["ends"][0], one
-            counted["begun and lost" if one["text"] else "lost"] += 1
+            was_cut = one["ends"] == [CUT]
+            assert was_cut or "replica" in one["ends"][0], one
+            kind = "begun and cut" if was_cut else "begun and lost"
+            counted[kind if one["text"] else "lost"] += 1
     return dict(counted)
 
 
@@ -154,22 +196,58 @@ async def lose_replicas(fleet: Fleet) -> dict[str, Any]:
     return {"replica": replica, "again": again, "node": node}
 
 
-async def scale(fleet: Fleet) -> dict[str, Any]:
-    """Scale 1 -> 2 -> 1 with answers under way."""
-    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 6}
-    scaling |= {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 2}
+async def storm(fleet: Fleet) -> dict[str, Any]:
+    """Kill a replica, a node and the proxy, one after another, under many streams."""
+    fleet.start(num_replicas=2)
+    alone = await fleet.answers(NUM_IN_STORM)
+    assert all(one["ends"] == ["length"] for one in alone), alone
+    fleet.num_asked_again = 0
+
+    async def pieces(num: int) -> None:
+        end = fleet.num_pieces + num
+        while fleet.num_pieces < end:
+            await asyncio.sleep(0.02)
+
+    async def kill(client: httpx.AsyncClient) -> None:
+        await pieces(2000)
+        ray.kill(ray.get_actor(fleet.replicas()[0], namespace="serve"))
+        print("killed a replica", file=sys.stderr)
+        await pieces(2000)
+        fleet.cluster.remove_node(fleet.nodes.pop(), allow_graceful=False)
+        print("killed a node", file=sys.stderr)
+        await pieces(2000)
+        for name in fleet.actors("PROXY"):
+            ray.kill(ray.get_actor(name, namespace="serve"), no_restart=False)
+        print("killed the proxy", file=sys.stderr)
+
+    counted = check(await fleet.answers(NUM_IN_STORM, kill), alone)
+    fleet.nodes.append(fleet.cluster.add_node(num_cpus=1, resources={"engine": 1}))
+    fleet.await_running(2)
+    again = check(await fleet.answers(NUM_ANSWERS), alone[:NUM_ANSWERS])
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        while await fleet.figure(client, "num_requests_running"):
+            await asyncio.sleep(0.2)  # for as long as the test may take
+    return {"storm": counted, "asked again": fleet.num_asked_again, "again": again}
+
+
+async def scale(fleet: Fleet, **targets: float) -> dict[str, Any]:
+    """Scale 1 -> 3 -> 1 with answers under way."""
+    third = fleet.cluster.add_node(num_cpus=1, resources={"engine": 1})
+    scaling: dict[str, Any] = {"min_replicas": 1, "max_replicas": 3, **targets}
+    scaling |= {"upscale_delay_s": 1, "downscale_delay_s": 15, "look_back_period_s": 2}
     scaling |= {"metrics_interval_s": 0.5}
     fleet.start(autoscaling_config=scaling)
     alone = await fleet.answers(NUM_ANSWERS)
     fleet.await_running(1)
     seen, found = [1], []
     end = time.monotonic() + WAIT_S
-    while seen != [1, 2, 1]:
+    while 3 not in seen or seen[-1] != 1:
         assert time.monotonic() < end, seen
-        num = NUM_ANSWERS if 2 not in seen else 2
+        num = NUM_ANSWERS if 3 not in seen else 2
         found.append(check(await fleet.answers(num), alone[:num]))
         if (now := fleet.num_running()) != seen[-1]:
             seen.append(now)
+    fleet.cluster.remove_node(third)
     return {"seen": seen, "answers": found}
 
 
@@ -297,7 +375,12 @@ def simulated(policy: Any) -> float:
 
 PARTS = {
     "lose": lose_replicas,
-    "scale": scale,
+    "storm": storm,
+    "scale": lambda fleet: scale(fleet, target_ongoing_requests=6),
+    # Four rows of an engine hold 0.035 of its cache.
+    "scale by cache": lambda fleet: scale(
+        fleet, target_ongoing_requests=1000, target_kv_cache_usage=0.015
+    ),
     "disconnect": disconnect,
     "busy": busy,
     "several": several,

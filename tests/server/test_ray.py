@@ -49,6 +49,11 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         ({"nnodes": 2}, "nnodes=2: an engine under Ray Serve has one host"),
         ({"distributed_executor_backend": "ray"}, "backend='ray': an engine under Ray Serve has"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas=2: it and autoscaling_c"),
+        ({"autoscaling_config": {"target_kv_cache_usage": 0}}, "cache_usage=0: it is a share of"),
+        (
+            {"autoscaling_config": {"target_kv_cache_usage": 0.5, "policy": {}}},
+            "policy={}: target_kv_cache_usage has a policy of its own",
+        ),
         ({"num_replicas": 0}, "num_replicas=0: it must be at least 1"),
         ({"routing_policy": "best"}, "routing_policy='best' is not one of 'prefix'"),
         ({"placement_group_strategy": "PACK"}, "='PACK': it needs placement_group_bundles"),
@@ -434,6 +439,7 @@ def test_prompts_leave_room_for_orders_in_a_replica(loop):
     ):
         found = loop.run(asked.ranked(pending))
         assert len(found) == num
+        assert pending.routing_context.should_backoff == (num == 2)
         assert {one.max_ongoing_requests for some in found for one in some} == {most}
 
 
@@ -513,11 +519,23 @@ def test_replicas_and_nodes_may_be_lost(tmp_path):
 
 
 @pytest.mark.sweep
+def test_a_replica_a_node_and_the_proxy_are_lost_one_after_another(tmp_path):
+    pytest.importorskip("ray.serve")
+    found = on_a_cluster(tmp_path / "model", "storm")["storm"]
+    assert found["again"] == {"whole": 60}
+    assert sum(found["storm"].values()) == 300 and "lost" not in found["storm"]
+    # Two replicas of four rows were killed, and what waits in them has not begun.
+    assert found["storm"].get("begun and lost", 0) <= 8
+
+
+@pytest.mark.sweep
 def test_a_fleet_scales_and_routes_by_prefixes_as_simulated(tmp_path):
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path, "scale", "prefix", "random")
-    assert found["scale"]["seen"] == [1, 2, 1]
-    assert all(set(one) == {"whole"} for one in found["scale"]["answers"])
+    found = on_a_cluster(tmp_path / "model", "scale", "scale by cache", "prefix", "random")
+    for part in ("scale", "scale by cache"):
+        seen = found[part]["seen"]
+        assert (seen[0], max(seen), seen[-1]) == (1, 3, 1)
+        assert all(set(one) == {"whole"} for one in found[part]["answers"])
     for policy in ("prefix", "random"):
         assert found[policy]["hit_rate"] == pytest.approx(found[policy]["simulated"], rel=0.1)
     assert found["prefix"]["hit_rate"] > 1.2 * found["random"]["hit_rate"]

@@ -206,6 +206,22 @@ def test_a_known_head_is_served_where_it_is_known(deployment):
     assert rates["random"] < rates["prefix"] - 0.05
 
 
+def test_replicas_come_with_a_full_cache_and_few_requests(deployment):
+    """Two requests that hold most of a cache are few for one replica, and want two by its cache."""
+    found = {}
+    for target in (None, 0.4):
+        rules = AutoscalingRules(
+            max_replicas=4, target_ongoing_requests=4, look_back_period_s=5, upscale_delay_s=2,
+            target_kv_cache_usage=target,
+        )  # fmt: skip
+        trace = trace_of(*[(0.0, 96, 100)] * 2, (60.0, 10, 10))
+        outcome = simulate(
+            trace, deployment(num_blocks=32), 1, autoscaler=Autoscaler(rules), startup_s=5.0
+        )
+        found[target] = outcome.max_replicas
+    assert found == {None: 1, 0.4: 2}
+
+
 def test_replicas_come_with_requests_and_go_without(deployment):
     """16 requests of 100 s at once want four replicas of four; one request later wants one."""
     rules = AutoscalingRules(

@@ -6,7 +6,8 @@ before norm and rotation. In small models, the last layers have only queries, an
 and values of the last earlier layer of their type. Their MLPs may be twice as wide. Every layer
 of a small model also gets an input of its own for each token. Some models have experts beside the
 MLP of each layer, chosen by the residual stream itself. Each layer ends with a stored scalar.
-The decoder of models that also see images or hear is read without its towers.
+In large models that also see images, the tokens of an image see each other in the layers with a
+window. The tower for sound is not read.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jaxllm.layers.moe import MoEBesideMLPSpec, MoESpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.per_layer_input import PerLayerInputSpec
 from jaxllm.layers.router import RouterSpec
-from jaxllm.models.around_decoder import inside_larger_model
+from jaxllm.models.around_decoder import beside_embed_vision, inside_larger_model
 from jaxllm.models.blocks import ExpertsSandwichBlock, ScaledSandwichBlock
 from jaxllm.models.checkpoint_map import (
     LLAMA_NAMES,
@@ -35,6 +36,7 @@ from jaxllm.models.harmless import AROUND_DECODER
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.read_moe import read_moe
 from jaxllm.models.specs import Architecture, LayerSpec
+from jaxllm.models.towers import gemma4 as tower
 
 _IN_LARGER_MODEL = "Gemma4ForConditionalGeneration"
 _DEFAULTS = {
@@ -174,7 +176,11 @@ def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpe
     table = rows * size * config.integer("num_hidden_layers")
     check_size("the size of the inputs of all layers for all tokens", table, _MAX_TABLE_SIZE)
     return PerLayerInputSpec(
-        size=size, vocab_size=rows, norm=_read_norm(config), activation=activation
+        size=size,
+        vocab_size=rows,
+        norm=_read_norm(config),
+        activation=activation,
+        of_given=config.integer("pad_token_id", 0, lowest=0),
     )
 
 
@@ -247,7 +253,11 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
         renamed={"per_layer_input": "", "per_layer_inputs": "", "moe": "", "gate": "router"},
         ignored=(*LLAMA_NAMES.ignored, *([unused] if borrowers else [])),
     )
-    return inside_larger_model(names) if architecture.name == _IN_LARGER_MODEL else names
+    if architecture.name != _IN_LARGER_MODEL:
+        return names
+    if architecture.tower is None:
+        return inside_larger_model(names)
+    return beside_embed_vision(names, architecture.tower)
 
 
 def _router(place: Place) -> Source:
@@ -279,6 +289,44 @@ FAMILY = Family(
         "rope_theta": None,
         "tie_word_embeddings": True,
     },
+    tower=tower.read,
+    tiny_config_around={
+        "architectures": [_IN_LARGER_MODEL],
+        "model_type": "gemma4",
+        "image_token_id": 3,
+        "boi_token_id": 4,
+        "eoi_token_id": 5,
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 2240,
+            "use_clipped_linears": True,
+            "standardize": True,
+        },
+    },
+    tiny_preprocessor={
+        "image_processor_type": "Gemma4ImageProcessor",
+        "processor_class": "Gemma4Processor",
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": False,
+        "do_convert_rgb": True,
+        "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0],
+        "max_soft_tokens": 70,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "rescale_factor": 0.00392156862745098,
+        "resample": 3,
+    },
+    tiny_image_tokens=("<|image|>", "<|image>", "<image|>"),
     # Nothing else makes scores small.
     tiny_gains={"k_norm": 0.2, "proj": 16.0},
     harmless=AROUND_DECODER

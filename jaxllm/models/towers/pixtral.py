@@ -29,7 +29,7 @@ from jaxllm.layers.state import StateOps
 from jaxllm.models.checkpoint_map import CheckpointMap, Place, Source, ViewedAs
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
-from jaxllm.models.tower import Images
+from jaxllm.models.tower import Images, Seeing
 from jaxllm.models.towers.layers import run_layer, tower_context
 
 _NORM = RMSNormSpec(eps=1e-5)
@@ -46,6 +46,8 @@ class PixtralSpec:
     patch_size: int
     merge: int
     image_token_id: int
+    marks: None = None
+    seeing: Seeing = "before"
     size: int
     num_layers: int
     attention: SelfAttentionSpec

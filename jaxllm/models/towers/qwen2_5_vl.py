@@ -25,7 +25,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap, concatenated
 from jaxllm.models.family import read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
-from jaxllm.models.tower import Images
+from jaxllm.models.tower import Images, Seeing
 from jaxllm.models.towers.layers import rotated_in_quarters, run_layer, tower_context
 from jaxllm.models.towers.qwen_patches import (
     CHANNELS,
@@ -48,6 +48,8 @@ class QwenTowerSpec:
     patch_size: int
     merge: int
     image_token_id: int
+    marks: None = None
+    seeing: Seeing = "before"
     size: int
     num_layers: int
     attention: SelfAttentionSpec

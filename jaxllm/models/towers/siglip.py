@@ -33,7 +33,7 @@ from jaxllm.models.checkpoint_map import (
 from jaxllm.models.family import read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
-from jaxllm.models.tower import Images
+from jaxllm.models.tower import Images, Seeing
 from jaxllm.models.towers.layers import run_layer, tower_context
 
 _CHANNELS = 3
@@ -48,6 +48,8 @@ class SiglipSpec:
     patch_size: int
     merge: int
     image_token_id: int
+    marks: None = None
+    seeing: Seeing = "image"
     image_size: int
     size: int
     num_layers: int

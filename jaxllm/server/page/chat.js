@@ -2,6 +2,7 @@
 
 import { Answer, Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
+import { Images } from "./images.js";
 import * as log from "./log.js";
 import { InvalidSetting, readSettings } from "./settings.js";
 
@@ -10,6 +11,7 @@ const input = byId("message");
 export class Chat {
   #api;
   #conversation = new Conversation();
+  #images = new Images(log.showError);
   #running = null; // the AbortController of the answer under way
 
   constructor(api) {
@@ -46,8 +48,8 @@ export class Chat {
   }
 
   async #send() {
-    const said = input.value.trim();
-    if (!said || this.#running) return;
+    const text = input.value.trim();
+    if (this.#running || !(text || this.#images.any)) return;
     let settings;
     try {
       settings = readSettings();
@@ -56,6 +58,7 @@ export class Chat {
       log.showError(error.message);
       return;
     }
+    const said = { text, images: this.#images.take() };
     input.value = "";
     const running = new AbortController();
     this.#running = running;
@@ -72,7 +75,8 @@ export class Chat {
       // As if it had not been said: it may be sent again.
       shown.remove();
       view.remove();
-      input.value ||= said;
+      input.value ||= text;
+      this.#images.giveBack(said.images);
     } else {
       view.end(answer, isStopped);
       this.#conversation.keep(said, answer);

@@ -19,9 +19,16 @@ export class Conversation {
   // What is said after calls is their result: a call without one is no conversation.
   #reply(said) {
     const calls = this.#turns.at(-1)?.at(-1).tool_calls ?? [];
-    if (!calls.length) return [{ role: "user", content: said }];
-    return calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: said }));
+    const content = contentOf(said);
+    if (!calls.length) return [{ role: "user", content }];
+    return calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content }));
   }
+}
+
+function contentOf({ text, images }) {
+  if (!images.length) return text;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 // An answer as it comes.

@@ -22,7 +22,7 @@ _POLICY = (
     "default-src 'none'",
     "script-src 'self'",
     "style-src 'self'",
-    "img-src 'self'",
+    "img-src 'self' data:",  # images that the user adds
     "connect-src 'self'",
     "base-uri 'none'",
     "form-action 'none'",

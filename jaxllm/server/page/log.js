@@ -2,6 +2,7 @@
 
 import { appendText, byId, copyOf, number } from "./dom.js";
 import { FencedText } from "./fences.js";
+import { picture } from "./images.js";
 
 const log = byId("log");
 // How far from the end a reader may be who still wants to see what comes.
@@ -12,8 +13,9 @@ export function clear() {
   byId("greeting").hidden = false;
 }
 
-export function showSaid(text) {
+export function showSaid({ text, images }) {
   const element = copyOf("said");
+  element.querySelector(".images").append(...images.map(picture));
   appendText(element.querySelector(".text"), text);
   return add(element);
 }

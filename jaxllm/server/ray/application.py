@@ -3,20 +3,25 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine.scaling import KV_TARGET, kv_target
 from jaxllm.errors import ValidationError
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.ray.frontend import Frontend
 from jaxllm.server.ray.models import read_models
 from jaxllm.server.ray.options import Asked, FleetOptions, read, typed
-from jaxllm.server.ray.replica import EngineReplica
+from jaxllm.server.ray.replica import EngineReplica, ReportingReplica
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
+_POLICY = "jaxllm.server.ray.autoscaling:LoadPolicy"
 _ROUTER = "jaxllm.server.ray.request_router.PolicyRouter"
 # An engine may need as long to stop after its last request.
 _STOP_S = 15.0
 _MAX_ONGOING = 512
+# How long a prompt that found all replicas full waits at most before it looks again. The engines
+# have prompts that wait in them, so none is idle meanwhile.
+_MAX_BACKOFF_S = 0.1
 # Places of a replica that no prompt takes: for aborts and for questions about its figures.
 _NUM_RESERVED = 64
 # A frontend has its own limits.
@@ -55,7 +60,9 @@ def _engines(name: str, asked: Asked) -> Any:
 
     deployment: Any = serve.deployment  # a decorator, with and without arguments
     max_prompts = _max_prompts(asked)
-    engines = deployment(EngineReplica).options(
+    scaling = asked.fleet.autoscaling_config or {}
+    kind = EngineReplica if kv_target(scaling) is None else ReportingReplica
+    engines = deployment(kind).options(
         name=name,
         max_ongoing_requests=max_prompts + _NUM_RESERVED,
         graceful_shutdown_timeout_s=asked.server.shutdown_timeout + _STOP_S,
@@ -92,6 +99,7 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
         "request_router_config": RequestRouterConfig.model_validate(
             {
                 "request_router_class": _ROUTER,
+                "max_backoff_s": _MAX_BACKOFF_S,
                 "request_router_kwargs": {
                     "policy": fleet.routing_policy,
                     "num_reserved": _NUM_RESERVED,
@@ -108,4 +116,9 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
     ):
         if (value := getattr(fleet, name)) is not None:
             options[name] = value
+    if (target := kv_target(fleet.autoscaling_config or {})) is not None:
+        policy = {"policy_function": _POLICY, "policy_kwargs": {KV_TARGET: target}}
+        scaling = dict(fleet.autoscaling_config or {}) | {"policy": policy}
+        del scaling[KV_TARGET]
+        options["autoscaling_config"] = scaling
     return options

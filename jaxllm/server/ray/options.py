@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, option
 from jaxllm.engine.router import RoutingPolicy
+from jaxllm.engine.scaling import kv_target
 from jaxllm.errors import refused
 from jaxllm.files import parse_json
 from jaxllm.option_types import check_type
@@ -27,7 +28,9 @@ class FleetOptions:
     )
     num_replicas: int | None = option(None, "Engines. Default: 1, or what autoscaling_config says.")
     autoscaling_config: dict | None = option(
-        None, "Ray Serve's, as it is: min_replicas, max_replicas, target_ongoing_requests, ..."
+        None,
+        "Ray Serve's: min_replicas, max_replicas, target_ongoing_requests, ...; and ours beside "
+        "them, target_kv_cache_usage.",
     )
     ray_actor_options: dict | None = option(
         None, 'Of each engine: {"num_gpus": 1}, or {"resources": {"TPU": 4}}.'
@@ -67,6 +70,8 @@ class FleetOptions:
                 self.num_replicas,
                 "it and autoscaling_config contradict each other; give one of them",
             )
+        if self.autoscaling_config is not None:
+            kv_target(self.autoscaling_config)
         if self.placement_group_strategy is not None and self.placement_group_bundles is None:
             raise refused(
                 "placement_group_strategy",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.commands import decode
+from jaxllm.engine.commands import GetStats, decode
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_client import AsyncClient
 from jaxllm.frontend.engine_process import EngineProcess
@@ -145,6 +145,15 @@ class EngineReplica:
         except Exception:
             logger.exception("the replica has failed: nobody would get an answer from now on")
             os._exit(_EXIT_ENGINE_DEAD)
+
+
+class ReportingReplica(EngineReplica):
+    """A replica that is scaled by its KV cache, too. Serve calls this some times a minute."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        self._read_on()
+        stats = await self._client.call(GetStats())
+        return {"kv_cache_usage": sum(one.kv_cache_usage for one in stats) / len(stats)}
 
 
 def _aborted(request_id: str) -> EngineOutput:

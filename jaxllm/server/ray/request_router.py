@@ -51,6 +51,8 @@ class PolicyRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None or not _is_prompt(pending_request):
             return [candidate_replicas]
+        # If all are full, ask them again after a while; otherwise Ray would ask without a pause.
+        pending_request.routing_context.should_backoff = True
         by_id = {one.replica_id: one for one in candidate_replicas}
         ranked = self._rank(pending_request)
         # Ray asks each of these, in this order, whether it has room.

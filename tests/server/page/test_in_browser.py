@@ -1,5 +1,6 @@
 """The page in a real browser, in front of a real engine."""
 
+import base64
 import contextlib
 import json
 import threading
@@ -11,6 +12,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 CHAT = "**/v1/chat/completions"
 HACK = '<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script><b>bold</b>'
 LONG = {"max_tokens": 16000, "ignore_eos": True}
+DOT = base64.b64decode("R0lGODlhAQABAIAAAP///wAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw==")
+# Paste or drop an image; whoever drops it drops a text file, too.
+BRING = """([event, target, image]) => {
+  const data = new DataTransfer();
+  const bytes = Uint8Array.from(atob(image), (one) => one.charCodeAt(0));
+  data.items.add(new File([bytes], "dot.gif", { type: "image/gif" }));
+  if (event === "drop") data.items.add(new File(["a"], "notes.txt", { type: "text/plain" }));
+  const init = { bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data };
+  const kind = event === "drop" ? DragEvent : ClipboardEvent;
+  document.querySelector(target).dispatchEvent(new kind(event, init));
+}"""
 
 
 @pytest.fixture(autouse=True)
@@ -83,15 +95,18 @@ def when_text_comes(page, button):
 
 
 def fulfill_with(page, *deltas):
-    """Let the server answer with these deltas."""
+    """Let the server answer with these deltas; returns the list of all that is asked."""
     chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-    page.route(
-        CHAT,
-        lambda route: route.fulfill(
-            content_type="text/event-stream", body="".join([*lines, "data: [DONE]\n\n"])
-        ),
-    )
+    asked = []
+
+    def fulfill(route):
+        asked.append(route.request.post_data_json)
+        body = "".join([*lines, "data: [DONE]\n\n"])
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route(CHAT, fulfill)
+    return asked
 
 
 def test_a_seeded_conversation_is_what_the_api_answers(client, open_page):
@@ -226,6 +241,44 @@ def test_an_error_is_shown_and_the_message_is_not_lost(client, open_page):
     expect(page, ".said").to_have_count(0)
     say(page, "Hello")
     shown_answer(page)
+
+
+def test_images_are_pasted_dropped_or_chosen_and_sent(client, open_page):
+    page = open_page(client)
+    asked = fulfill_with(page, {"content": "A dot."})
+    file = {"name": "a.gif", "mimeType": "image/gif", "buffer": DOT}
+    page.set_input_files("#image-files", [file, file])
+    expect(page, "#images img").to_have_count(2)
+    for place, (event, target) in enumerate([("paste", "#message"), ("drop", "main")]):
+        page.evaluate(BRING, [event, target, base64.b64encode(DOT).decode()])
+        expect(page, "#images img").to_have_count(place + 3)
+    expect(page, "#log [role=alert]").to_have_text("notes.txt is no image.")
+    page.click("#images button >> nth=1")
+    page.click("#images button >> nth=0")
+    expect(page, "#images img").to_have_count(2)
+    say(page, "What is this?")
+    assert shown_answer(page) == "A dot."
+    expect(page, "#images img").to_have_count(0)
+    expect(page, ".said img").to_have_count(2)
+    # The browser shows it: nothing forbids it.
+    page.wait_for_function("document.querySelector('.said img').naturalWidth === 1")
+    say(page, "And now?")
+    shown_answer(page, 1)
+    url = f"data:image/gif;base64,{base64.b64encode(DOT).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    first, _, second = asked[-1]["messages"]
+    assert first["content"] == [image, image, {"type": "text", "text": "What is this?"}]
+    assert second["content"] == "And now?"
+
+
+def test_an_image_that_the_model_cannot_see_is_not_lost(client, open_page):
+    page = open_page(client, expected="400")
+    page.set_input_files("#image-files", {"name": "a.gif", "mimeType": "image/gif", "buffer": DOT})
+    expect(page, "#images img").to_have_count(1)
+    page.press("#message", "Enter")
+    expect(page, "#log [role=alert]").to_contain_text("image")
+    expect(page, "#images img").to_have_count(1)
+    expect(page, ".said").to_have_count(0)
 
 
 def test_a_setting_that_cannot_be_is_not_sent(client, open_page):

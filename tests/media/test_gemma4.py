@@ -1,0 +1,160 @@
+"""Prompts with images for Gemma 4, whose images keep their ratio. In large models the tokens of an
+image see each other, in the layers with a window."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.errors import ValidationError
+from jaxllm.files import read_json
+from tests.media.models import OPTIONS, make_gemma4, picture
+from tests.media.test_engine import answers, assert_equal
+
+SOFT, MARK = 3, "<|image|>"
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
+STEPS = OPTIONS | {"max_num_batched_tokens": 80}  # one image of 70 tokens, and no more
+# None of an image that sees itself is longer than the longest that the processor makes.
+PICTURES = [picture(64, 64), picture(3, 2, 1), picture(15, 120, 2), picture(200, 30, 3)]
+# The tower and the decoder of a small model: it sees what is before it, and nothing is bounded.
+SMALL = {"use_bidirectional_attention": None, "num_kv_shared_layers": 0}
+
+
+def prompt(*images, text=f"Look: {MARK} What is it?") -> Any:
+    if len(images) > 1:
+        text = f"One {MARK} and\n" * len(images) + " what else?"
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}}
+
+
+PROMPTS = [prompt(PICTURES[0]), prompt(PICTURES[1]), prompt(PICTURES[2], PICTURES[3])]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_gemma4(tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    llm = LLM(model, **STEPS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    found = []
+    for one in PROMPTS:
+        assert llm.reset_prefix_cache()
+        found += answers(llm, [one])
+    return found
+
+
+def check_against_transformers(model, llm):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    oracle = AutoModelForImageTextToText.from_pretrained(
+        model, dtype="float32", attn_implementation="eager"
+    ).eval()
+    fields = read_json(model / "preprocessor_config.json")
+    processor = Gemma4ImageProcessorPil(
+        **{name: fields[name] for name in fields if not name.endswith(("_type", "_class"))}
+    )
+    outputs = llm.generate(PROMPTS, PARAMS.clone(prompt_logprobs=0), use_tqdm=False)
+    for one, output in zip(PROMPTS, outputs, strict=True):
+        images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
+        made = processor(images, return_tensors="pt")
+        tokens = output.outputs[0].token_ids
+        if SOFT in tokens:  # which transformers would take for an image without pixels
+            tokens = tokens[: tokens.index(SOFT)]
+        ids = torch.tensor([output.prompt_token_ids + tokens])
+        with torch.no_grad():
+            logits = oracle(
+                ids,
+                pixel_values=made["pixel_values"],
+                image_position_ids=made["image_position_ids"],
+                mm_token_type_ids=(ids == SOFT).long(),
+            ).logits[0]
+        expected = torch.log_softmax(logits, -1).numpy()
+        first = len(output.prompt_token_ids)
+        assert tokens and tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
+        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
+        for position, its in zip(expected, found, strict=False):
+            for token, value in its.items():
+                assert abs(value.logprob - position[token]) < 2e-4
+
+
+@pytest.mark.oracle
+def test_answers_are_those_of_transformers(model, llm):
+    check_against_transformers(model, llm)
+
+
+@pytest.mark.oracle
+@pytest.mark.sweep
+@pytest.mark.parametrize("fields", [SMALL, {"hidden_size_per_layer_input": 0}])
+def test_other_sizes_are_as_in_transformers(tmp_path, fields):
+    model = make_gemma4(tmp_path, **fields)
+    llm = LLM(model, **STEPS)
+    check_against_transformers(model, llm)
+    llm.shutdown()
+
+
+def test_in_a_crowd_and_cached_is_as_alone(llm, alone):
+    """The cached prefix ends inside an image."""
+    text = {"prompt": "A prompt of text alone, between those with images."}
+    assert llm.reset_prefix_cache()
+    crowd = answers(llm, [*PROMPTS, text, *PROMPTS])
+    assert_equal(crowd, [*alone, crowd[len(PROMPTS)], *alone])
+    (output,) = llm.generate(PROMPTS[2], PARAMS, use_tqdm=False)
+    ids, cached = output.prompt_token_ids, output.num_cached_tokens
+    assert cached > 64 and SOFT == ids[cached - 1] == ids[cached]
+    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_steps_of_other_sizes_answer_the_same(model, alone, backend):
+    llm = LLM(model, **STEPS | {"max_num_batched_tokens": 160, "attention_backend": backend})
+    assert_equal(answers(llm, PROMPTS), alone)
+    llm.shutdown()
+
+
+@pytest.mark.sweep
+def test_over_two_devices_is_as_on_one(model, alone):
+    llm = LLM(model, **STEPS | {"tensor_parallel_size": 2})
+    assert_equal(answers(llm, PROMPTS), alone)
+    llm.shutdown()
+
+
+@pytest.mark.sweep
+def test_windows_that_hold_all_are_still_those_in_which_images_see_themselves(model, tmp_path):
+    """With a window as long as the longest sequence, the layers still differ from those without."""
+    long = make_gemma4(tmp_path, sliding_window=256)
+    llm = LLM(long, **STEPS)
+    check_against_transformers(long, llm)
+    llm.shutdown()
+
+
+def test_a_mark_in_a_text_becomes_what_the_processor_writes(llm):
+    (output,) = llm.generate([prompt(PICTURES[0])], PARAMS, use_tqdm=False)
+    written = f"Look: <|image>{MARK * 64}<image|> What is it?"
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(written)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_batched_tokens": 73}, "max_num_batched_tokens.*at least 74"),
+        ({"mm_processor_kwargs": {"max_soft_tokens": 71}}, "max_soft_tokens=71.*70, 140"),
+        ({"mm_processor_kwargs": {"max_soft_tokens": 140}}, "at least 144"),
+    ],
+)
+def test_refusals_name_the_option(model, options, says):
+    with pytest.raises(ValidationError, match=says):
+        LLM(model, **STEPS | options)
