@@ -65,7 +65,7 @@ def run_decodes(
         functools.partial(_step, heads_of_key=heads_of_key, by_channel=by_channel),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(num_blocks, its.count),
+            grid=(num_blocks, its.num_rows),
             in_specs=[of_row(numbers, memory_space=pltpu.SMEM), *map(of_row, arrays), of_slot],
             out_specs=[of_row(by_block(v)), of_slot],
         ),
@@ -107,9 +107,11 @@ def _step(
         begins = what[row] == BEGIN
         keys, queries = _turned(k[0, 0]), _turned(q[0, 0])
         its_decays = None if decays is None else _turned(decays[0, 0])
+        pairs = [
+            (across(keys, head), across(queries, head)) for head in range(num_heads // heads_of_key)
+        ]
         for head in range(num_heads):
-            if head % heads_of_key == 0:
-                key, query = (across(x, head // heads_of_key) for x in (keys, queries))
+            key, query = pairs[head // heads_of_key]
             beta, product = (numbers[0, 0, 0, i * num_heads + head] for i in range(2))
             decay = (
                 numbers[0, 0, 0, 2 * num_heads + head]

@@ -60,7 +60,7 @@ class RowBlocks(NamedTuple):
 
     slots: jax.Array  # int32 [R]
     what: jax.Array  # int32 [R]: SKIP, GO_ON or BEGIN
-    count: jax.Array  # int32 []: the rows that it takes, at least one
+    num_rows: jax.Array  # int32 []: the rows that it takes, at least one
 
 
 def rows_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> RowBlocks:
@@ -80,5 +80,5 @@ def rows_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> RowBlocks
     return RowBlocks(
         slots=jnp.clip(own, 0, num_slots - 1),
         what=jnp.where(runs, what, SKIP),
-        count=jnp.maximum(rows.num_decodes, 1),
+        num_rows=jnp.maximum(rows.num_decodes, 1),
     )
