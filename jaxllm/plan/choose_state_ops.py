@@ -13,6 +13,7 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
@@ -36,12 +37,13 @@ def choose_state_ops(
     library: Library | NoLibrary,
     architecture: Architecture,
     dtype: Any,
+    row_sums: RowSums | None,
     num_shards: int,
     *,
     is_encoder: bool,
 ) -> StateOps:
     """The implementations of the ops of mixers without pages."""
-    ops = state_ops_by_xla(chip)
+    ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
     if is_encoder:
         if chip.platform != "cpu":
             logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
@@ -57,7 +59,8 @@ def choose_state_ops(
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
         if not kinds.isdisjoint(_DELTA):
-            load["delta"] = functools.partial(NativeDelta.load, library)
+            by_token = row_sums is not None
+            load["delta"] = functools.partial(NativeDelta.load, library, by_token=by_token)
         if MambaSpec in kinds:
             load["ssd"] = functools.partial(NativeSsd.load, library)
     for name, its in load.items():

@@ -364,7 +364,7 @@ def make_plan(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
         state_ops=choose_state_ops(
-            chip, library, architecture, dtype, num_shards, is_encoder=is_encoder
+            chip, library, architecture, dtype, row_sums, num_shards, is_encoder=is_encoder
         )
         if keeps_states
         else None,
