@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxllm_kernels.recurrent.rows import StateRows
+from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
@@ -184,7 +185,7 @@ def run_delta(
             jnp.split(qkv, [keys, 2 * keys], axis=1), (key_size, key_size, value_size), strict=True
         )
     )
-    q, k = _of_length_one(q) * key_size**-0.5, _of_length_one(k)
+    q, k = _of_length_one(q, ops.row_sums) * key_size**-0.5, _of_length_one(k, ops.row_sums)
     out, matrices = ops.delta(q, k, v, log_decay, beta, matrices, rows)
     drafts: tuple[Drafts, ...] = ()
     if rows.drafts is not None:
@@ -195,6 +196,10 @@ def run_delta(
     return out, (inputs, matrices), drafts
 
 
-def _of_length_one(x: jax.Array) -> jax.Array:
+def _of_length_one(x: jax.Array, row_sums: RowSums | None) -> jax.Array:
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + _EPS)
+    if row_sums is None:
+        squares = jnp.square(x).sum(axis=-1, keepdims=True)
+    else:
+        squares = row_sums.squares(x)[..., None]
+    return x * jax.lax.rsqrt(squares + _EPS)

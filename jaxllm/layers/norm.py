@@ -54,6 +54,19 @@ class Summing(nnx.Module):
             return jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (self.row_sums.squares(x) / x.shape[-1])[..., None]
 
+    def total(self, x: jax.Array) -> jax.Array:
+        """The sum of the last axis, which stays, with a size of one."""
+        if self.row_sums is None:
+            return jnp.sum(x, axis=-1, keepdims=True)
+        return self.row_sums.total(x)[..., None]
+
+    def softmax(self, x: jax.Array) -> jax.Array:
+        """The softmax over the last axis, in float32."""
+        if self.row_sums is None:
+            return jax.nn.softmax(x, axis=-1)
+        weights = jnp.exp(x - x.max(axis=-1, keepdims=True))
+        return weights / self.total(weights)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNormSpec:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.linear import Linear
-from jaxllm.layers.norm import RMSNormSpec
+from jaxllm.layers.norm import RMSNormSpec, Summing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ class Router(Linear):
         )
         self.spec = spec
         self.num_choices = num_choices
+        self.sums = Summing()
         self.input_norm = None if spec.norm is None else spec.norm.make(hidden_size, dtype=dtype)
         self.per_expert_scale = (
             nnx.Param(jnp.ones(num_experts, dtype), axes=(None,)) if spec.scales_experts else None
@@ -82,7 +83,7 @@ class Router(Linear):
         logits = self(x.astype(jnp.float32) if spec.in_float32 else x).astype(jnp.float32)
         scores = logits
         if spec.scores == "softmax":
-            scores = jax.nn.softmax(logits, axis=-1)
+            scores = self.sums.softmax(logits)
         elif spec.scores == "sigmoid":
             scores = jax.nn.sigmoid(logits)
         ranked = scores
@@ -93,9 +94,9 @@ class Router(Linear):
         _, chosen = jax.lax.top_k(self._of_best_groups(ranked), self.num_choices)
         factors = jnp.take_along_axis(scores, chosen, axis=-1)
         if spec.scores == "softmax of chosen":
-            factors = jax.nn.softmax(factors, axis=-1)
+            factors = self.sums.softmax(factors)
         if spec.normalises:
-            total = factors.sum(-1, keepdims=True) + spec.added_to_sum
+            total = self.sums.total(factors) + spec.added_to_sum
             factors = factors / jnp.maximum(total, spec.least_sum)
         if spec.scale != 1.0:
             factors = factors * spec.scale
@@ -112,6 +113,6 @@ class Router(Linear):
             return ranked
         groups = ranked.reshape(len(ranked), spec.num_groups, -1)
         best, _ = jax.lax.top_k(groups, min(spec.best_of_group, groups.shape[-1]))
-        _, kept = jax.lax.top_k(best.sum(-1), spec.chosen_groups)
+        _, kept = jax.lax.top_k(self.sums.total(best)[..., 0], spec.chosen_groups)
         is_kept = (kept[:, :, None] == jnp.arange(spec.num_groups)).any(axis=1)
         return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(ranked.shape)

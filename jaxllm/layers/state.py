@@ -23,6 +23,7 @@ from jaxllm_kernels.causal_conv.api import ConvOp, state_dtype
 from jaxllm_kernels.gated_delta.api import DeltaOp
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionOp
 from jaxllm_kernels.recurrent.rows import StateRows
+from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.ssd.api import SsdOp
 
 from jaxllm.parallel.sharding import Axes, num_pieces, partition_spec, sharding
@@ -79,6 +80,7 @@ class StateOps:
     delta: DeltaOp
     ssd: SsdOp
     self_attention: SelfAttentionOp  # of mixers that keep nothing
+    row_sums: RowSums | None = None  # None: XLA adds up
 
     def __str__(self) -> str:
         ops = (self.conv, self.delta, self.ssd)

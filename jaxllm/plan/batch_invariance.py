@@ -6,16 +6,26 @@
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
+from jaxllm_kernels.experts.native import NativeExperts
+from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
+from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.kimi_delta import KimiDeltaSpec
+from jaxllm.layers.mamba import MambaSpec
+from jaxllm.layers.moe import Experts
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.quantization.linear import CodedHead, CodedLinear
+from jaxllm.quantization.linear import CodedExperts, CodedHead, CodedLinear
+
+_SHOWN_CODES = ("int8", "int4", "float8_e4m3fn")
 
 
 def check_options(config: EngineConfig) -> None:
@@ -54,32 +64,56 @@ def _why_not(plan: EnginePlan) -> str | None:
         return f"CPUs alone keep it; on {plan.chip.name} the batch decides how sums are cut"
     if plan.pooling is not None:
         return "models that pool do not keep it; leave it out"
-    if plan.state_ops is not None:
-        return "recurrent layers do not keep it; leave it out"
     if plan.images is not None:
         return "models with images do not keep it; leave it out"
     if any(isinstance(config, LatentConfig) for config in plan.attention_configs):
         return "latent attention is XLA's, which does not keep it"
-    if plan.experts is not None:
-        return "experts do not keep it; leave it out"
     if ModelRegistry.has_own_class(plan.architecture.name):
         return f"whether the class of {plan.architecture.name} keeps it is not known"
     if not isinstance(plan.matmul, NativeMatmul) or plan.row_sums is None:
         return "it needs our own kernels for CPUs, and products are XLA's"
+    if (why := _states(plan)) is not None:
+        return why
     if type(plan.attention) is not NativeBackend:
         return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
     models = [plan.abstract_model(stage) for stage in plan.stages]
-    return next(filter(None, map(_codes, models)), None)
+    return next(filter(None, map(_products, models)), None)
 
 
-def _codes(model: Any) -> str | None:
+def _states(plan: EnginePlan) -> str | None:
+    """Why recurrent layers do not keep it."""
+    if (ops := plan.state_ops) is None:
+        return None
+    mixers = {type(mixer) for layer in plan.architecture.layers for mixer in layer.mixers}
+    if MambaSpec in mixers:
+        return "the state spaces of Mamba are computed in tiles, which do not keep it"
+    if plan.dtype != jnp.float32:
+        return "recurrent layers were shown to keep it in float32; set dtype='float32'"
+    if plan.speculation is not None:
+        return "it was not shown for recurrent layers with drafts; leave them out"
+    if not isinstance(ops.conv, NativeConv):
+        return f"convolutions keep it with our own kernel, and these are {ops.conv.name!r}"
+    has_delta = not mixers.isdisjoint((GatedDeltaSpec, KimiDeltaSpec))
+    if has_delta and not isinstance(ops.delta, NativeDelta):
+        return f"the delta rule keeps it with our own kernel, and this is {ops.delta.name!r}"
+    return None
+
+
+def _products(model: Any) -> str | None:
+    """Why experts or products with codes do not keep it."""
     for _, module in nnx.iter_graph(model):
+        if isinstance(module, CodedExperts):
+            return "it was not shown for experts with codes"
+        if isinstance(module, Experts) and not isinstance(module.op, NativeExperts):
+            return f"experts keep it with our own kernel, and these are {module.op.name!r}"
         if isinstance(module, CodedLinear):
-            its = module.matmul
+            product = module.matmul
         elif isinstance(module, CodedHead):
-            its = module.by_codes
+            product = module.by_codes
         else:
             continue
-        if not isinstance(its, NativeCodedMatmul) or module.form.codes != "int8":
-            return f"products with {module.form} do not keep it; codes of int8 do"
+        if not isinstance(product, NativeCodedMatmul):
+            return f"products with {module.form} are {product.name!r}, and 'native' ones keep it"
+        if module.form.codes not in _SHOWN_CODES:
+            return f"it was not shown for {module.form}, but for {' and '.join(_SHOWN_CODES)}"
     return None

@@ -227,6 +227,7 @@ def choose_state_ops(
     library: Library | NoLibrary,
     architecture: Architecture,
     dtype: Any,
+    row_sums: RowSums | None,
     *,
     is_encoder: bool,
 ) -> StateOps:
@@ -234,7 +235,7 @@ def choose_state_ops(
     if chip.platform != "cpu":
         layers = "self-attention" if is_encoder else "recurrent layers"
         logger.warning("%s: XLA's loops, since there is no kernel for %s", layers, chip.name)
-    ops = state_ops_by_xla(chip)
+    ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
     if is_encoder or isinstance(library, NoLibrary):  # the reason is logged already
         return ops
     mixers = {type(mixer) for layer in architecture.layers for mixer in layer.mixers}
@@ -242,7 +243,7 @@ def choose_state_ops(
     if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
         load["conv"] = functools.partial(NativeConv.load, library, dtype)
     if not mixers.isdisjoint(_DELTA):
-        load["delta"] = functools.partial(NativeDelta.load, library)
+        load["delta"] = functools.partial(NativeDelta.load, library, by_token=row_sums is not None)
     if MambaSpec in mixers:
         load["ssd"] = functools.partial(NativeSsd.load, library)
     for name, its in load.items():
@@ -335,8 +336,8 @@ def choose_attention(
             can_see_ahead = isinstance(backend, SeesAhead)
             if sees_ahead and not can_see_ahead:
                 raise ValueError(
-                    "its tokens see none behind them, as those of the model's images do; start "
-                    "with language_model_only=True for prompts of text"
+                    "its tokens see no later ones (it is not SeesAhead), as those of the model's "
+                    "images do; start with language_model_only=True for prompts of text"
                 )
             return backend.tuned_for(chip)
         except ValueError as error:

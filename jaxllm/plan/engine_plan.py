@@ -13,7 +13,7 @@ from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
-from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.platform import OPTIONS_OF_FIXED_ORDER, Chip
 from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
@@ -106,8 +106,9 @@ class EnginePlan:
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         """The options of all programs, in addition to XLA's defaults."""
         results = self.autotune_results.compiler_options if self.autotune_results else ()
+        fixed = () if self.row_sums is None else OPTIONS_OF_FIXED_ORDER
         # The last of equal ones holds.
-        return self.chip.compiler_options + self.graph_options + results
+        return self.chip.compiler_options + self.graph_options + results + fixed
 
     def step_options(self, num_tokens: int) -> tuple[tuple[str, str], ...]:
         """The options of steps of a number of tokens."""

@@ -363,7 +363,9 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(chip, library, architecture, dtype, is_encoder=is_encoder)
+        state_ops=choose_state_ops(
+            chip, library, architecture, dtype, row_sums, is_encoder=is_encoder
+        )
         if keeps_states
         else None,
         snapshots=snapshots,

@@ -102,6 +102,10 @@ class Chip:
         return self.options_of_many_tokens if num_tokens > _FEW_TOKENS else ()
 
 
+# XLA for CPUs has a second implementation of what has reductions, and takes it for arrays of many
+# rows. It computes other bits. These options leave it out.
+OPTIONS_OF_FIXED_ORDER = (("xla_cpu_experimental_ynn_fusion_type", ""),)
+
 CHIPS = {
     chip.name: chip
     for chip in (

@@ -65,14 +65,18 @@ def num_preemptions(llm):
     return llm.llm_engine.stats().num_preemptions
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))
+# The second one has experts, and delta nets with convolutions beside attention.
+MODELS = {
+    "dense": ("llama", {}),
+    "experts and states": ("qwen3_next", {"mamba_block_size": 16}),
+}
 
 
-@pytest.fixture(scope="module")
-def llm(model):
-    return LLM(model, **FEW)
+@pytest.fixture(scope="module", params=MODELS)
+def llm(request, tmp_path_factory):
+    family, options = MODELS[request.param]
+    model = make_tiny_checkpoint(tmp_path_factory.mktemp("model"), family)
+    return LLM(str(model), **FEW | options)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,8 @@ def test_after_a_prefix_hit(llm, alone):
     assert bits(output) == cold
 
 
-def test_the_summary_says_so(model):
+def test_the_summary_says_so(tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path))
     assert ", batch-invariant\n" in summary(make_plan(EngineConfig.create(model, **FEW)))
 
 
@@ -121,10 +126,11 @@ def test_the_summary_says_so(model):
         ("llama", {"native_kernels": False}, "our own kernels"),
         ("llama", {"attention_backend": "xla"}, "attention 'xla'"),
         ("llama", {"enable_lora": True}, "enable_lora"),
-        ("lfm2", {}, "recurrent"),
+        ("falcon_h1", {}, "state spaces of Mamba"),
         ("deepseek_v3", {}, "latent"),
-        ("llama", {"quantization": "int4"}, "codes of int8"),
-        ("qwen3_moe", {}, "experts"),
+        ("lfm2", {"dtype": "bfloat16"}, "dtype='float32'"),
+        # Of 64 inputs, which are no whole chunk.
+        ("llama", {"quantization": "int4"}, "'xla', and 'native' ones"),
         ("llama", {"runner": "pooling"}, "pool"),
     ],
 )
@@ -158,6 +164,12 @@ MECHANISMS = {
     "soft caps": ("gemma2", {"head_dim": 16}, {"dtype": "float32", "kv_cache_request_len": 128}),
     "layer norms": ("gpt2", {}, {"dtype": "float32"}),
     "int8": ("llama", {}, {"dtype": "float32", "quantization": "int8"}),
+    "int4": ("llama", {"hidden_size": 128}, {"dtype": "float32", "quantization": "int4"}),
+    "fp8": ("llama", {}, {"dtype": "bfloat16", "quantization": "fp8"}),
+    "experts": ("qwen3_moe", {"head_dim": 32}, {"dtype": "float32"}),
+    "experts in bfloat16": ("qwen3_moe", {"head_dim": 32}, {"dtype": "bfloat16"}),
+    "convolutions": ("lfm2", {}, {"dtype": "float32"}),
+    "delta nets": ("qwen3_next", {}, {"dtype": "float32"}),
     "int8 cache": ("llama", {}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
     "fp8 cache": ("llama", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "drafts": ("llama", {}, {"dtype": "float32", "spec_method": "ngram", "spec_tokens": 3}),

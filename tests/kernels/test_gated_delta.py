@@ -80,6 +80,15 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd(kind, native):
     np.testing.assert_array_equal(own, among_others)
 
 
+def test_token_by_token_a_cut_changes_no_bit(native):
+    by_token = dataclasses.replace(native, by_token=True)
+    assert error(by_token, "drafts", LAYERS["usual"]) < TOLERANCE
+    whole = dataclasses.replace(CASES["mixed"], steps=(((0, 70),),))
+    cut = dataclasses.replace(CASES["mixed"], steps=(((0, 3),), ((0, 1),), ((0, 66),)))
+    one, several = (outputs(by_token, case, LAYERS["usual"])[0] for case in (whole, cut))
+    np.testing.assert_array_equal(one, several)
+
+
 def test_decodes_at_once_follow_the_chip():
     assert XLA.tuned_for(CHIPS["cpu"]).at_once == 1
     assert XLA.tuned_for(CHIPS["h200"]).at_once > 1

@@ -236,8 +236,14 @@ def test_a_preempted_request_computes_at_most_a_block_again(make_engine, make_re
     engine.mover.is_prompt = True
     for index in range(8):
         engine.add(make_request(str(index), 20, 40))
+    most_swapped = 0
+    while len(engine.done) < 8:
+        engine.step()
+        most_swapped = max(most_swapped, engine.stats.num_requests_swapped)
     engine.drain()
     stats = engine.stats
+    # Those that wait with their blocks on the host are reported, and nobody is in the end.
+    assert most_swapped > 0 and stats.num_requests_swapped == 0
     assert stats.num_preemptions > 4 and stats.host_blocks_dropped == 0
     most = 8 * (20 + 40 - 1) + (4 + 1) * stats.num_preemptions
     assert stats.num_scheduled_tokens <= most, stats.num_preemptions

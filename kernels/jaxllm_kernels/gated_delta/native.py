@@ -1,4 +1,4 @@
-"""The gated delta rule on CPUs: decodes and rows with drafts in C++, tiles in XLA."""
+"""The gated delta rule on CPUs, in C++: all rows, or decodes and drafts beside tiles in XLA."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,15 @@ class NativeDelta:
 
     library: Library
     name: str = "native"
+    # Whether every row is computed token by token: a tile adds up otherwise than its tokens one by
+    # one, and where tiles begin depends on how a prompt is cut.
+    by_token: bool = False
 
     @classmethod
-    def load(cls, library: Library) -> "NativeDelta":
+    def load(cls, library: Library, *, by_token: bool = False) -> "NativeDelta":
         """Load the function; raise ValueError, which says why, if it cannot be built."""
         library.add_delta()
-        return cls(library)
+        return cls(library, by_token=by_token)
 
     def __call__(
         self,
@@ -35,11 +38,16 @@ class NativeDelta:
         state: jax.Array,
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
-        operands = (q, k, v, log_decay, beta)
-        out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=v.shape[1:])
+        tiled = (q, k, v, log_decay, beta)
+        if self.by_token:
+            out = jnp.zeros(v.shape, jnp.float32)
+        else:
+            out, state = scan_tiles(advance_tile, tiled, state, rows, out_shape=v.shape[1:])
         operands = (
             *(x.astype(jnp.float32) for x in (q, k, v)),
             log_decay.reshape(*beta.shape, -1),
             beta,
         )
-        return advance_rows(self.library, "jaxllm_delta", operands, state, out, rows)
+        return advance_rows(
+            self.library, "jaxllm_delta", operands, state, out, rows, all_rows=self.by_token
+        )

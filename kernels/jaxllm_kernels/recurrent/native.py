@@ -14,6 +14,8 @@ def advance_rows(
     state: jax.Array,
     out: jax.Array,
     rows: StateRows,
+    *,
+    all_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the decodes and the rows with drafts; return the outputs and states of all rows.
 
@@ -21,10 +23,17 @@ def advance_rows(
       function: its name in the library. Its operands are all float32.
       state, out: what `scan.scan_tiles` returns, whose rows are left as they are. The tiles come
         first because they also write behind their tokens.
+      all_rows: whether there were no tiles, and all rows are computed, token by token.
     """
+    num_decodes = rows.num_decodes
     num_drafting, drafting = jnp.int32(0), jnp.zeros(0, jnp.int32)
     if rows.drafts is not None:
         num_drafting, drafting = rows.drafts.num_rows, rows.drafts.rows
+    if all_rows:
+        # Rows without tokens have no slot, and are skipped.
+        num_rows = len(rows.slots)
+        num_decodes, num_drafting = jnp.int32(0), jnp.int32(num_rows)
+        drafting = jnp.arange(num_rows, dtype=jnp.int32)
     place = len(operands)
     call = jax.ffi.ffi_call(
         library.target(function, jnp.float32),
@@ -43,7 +52,7 @@ def advance_rows(
         rows.lengths,
         rows.num_kept,
         drafting,
-        jnp.stack([rows.num_decodes, num_drafting]),
+        jnp.stack([num_decodes, num_drafting]),
         rows.begins,
     )
     return out[: len(rows.token_rows)], state
