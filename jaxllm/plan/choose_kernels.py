@@ -277,8 +277,8 @@ def choose_attention(
             can_see_ahead = isinstance(backend, SeesAhead)
             if sees_ahead and not can_see_ahead:
                 raise ValueError(
-                    "its tokens see none behind them, as those of the model's images do; start "
-                    "with language_model_only=True for prompts of text"
+                    "its tokens see no later ones (it is not SeesAhead), as those of the model's "
+                    "images do; start with language_model_only=True for prompts of text"
                 )
             return backend.tuned_for(chip)
         except ValueError as error:

@@ -149,9 +149,26 @@ TILES = small(
     block_size=64,
     sliding_window=400,
 )
+# Tokens that see later ones. A short row that does, before one that does not and behind one; over
+# borders of tiles, warpgroups, blocks of keys and pages; spans side by side, from the first token
+# on and up to the last, and one that begins in the history; a tile without.
+_AHEAD = ((1, 20), (3, 40), (8, 133), (5, 150), (150, 290), (30, 30))
+_SPANS = ((2, 120, 131), (4, 143, 190), (4, 190, 262), (4, 264, 290), (5, 0, 30))
+AHEAD = small(
+    "tokens_that_see_later_ones",
+    _AHEAD,
+    spans=_SPANS,
+    num_tokens=256,
+    max_blocks=20,
+    num_heads=2,
+    sliding_window=70,
+)
+SMALL_CASES.append(AHEAD)
 # A size or a feature by itself.
 SWEPT_CASES = [
     TILES,
+    dataclasses.replace(AHEAD, name="later_ones_without_a_window", sliding_window=None),
+    with_int8("everything_with_later_ones", ((1, 20), (5, 40), (40, 60)), spans=((2, 22, 57),)),
     small("more_rows_than_tokens", ((1, 20), (5, 12)), num_tokens=8, num_rows=9),
     small("decodes", _DECODES, num_tokens=5, decode_only=True, num_heads=2, num_kv_heads=2),
     small("prefill_of_tiles", ((1, 20), (150, 170)), num_tokens=256),

@@ -1,5 +1,6 @@
 """The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU."""
 
+import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -56,14 +57,15 @@ def compile_step(compile_printing):
         dtype="bfloat16",
         decode_only=False,
         of_heads=False,
+        sees_ahead=False,
     ):
-        key = (config, block_size, dtype, decode_only, of_heads)
+        key = (config, block_size, dtype, decode_only, of_heads, sees_ahead)
         if key in _COMPILED:
             return _COMPILED[key]
         limits = BatchLimits(num_tokens=512, num_rows=64, max_blocks=128, block_size=block_size)
         BACKEND.check(config, limits, dtype=dtype, chip=CHIPS["h200"])
         (compiled, cache), log = compile_printing(
-            lambda: _compile(config, limits, dtype, decode_only, of_heads)
+            lambda: _compile(config, limits, dtype, decode_only, of_heads, sees_ahead)
         )
         hlo = compiled.as_text()
         memory = compiled.memory_analysis()
@@ -85,7 +87,12 @@ _COMPILED: dict[tuple, Compiled] = {}
 
 
 def _compile(
-    config: AttentionConfig, limits: BatchLimits, dtype, decode_only: bool, of_heads: bool
+    config: AttentionConfig,
+    limits: BatchLimits,
+    dtype,
+    decode_only: bool,
+    of_heads: bool,
+    sees_ahead: bool,
 ):
     """Compile a step. The layers get the heads as their projection leaves them, or arranged."""
     mesh = Mesh(np.array(topology_devices("h200")), ("x",))
@@ -107,6 +114,7 @@ def _compile(
         block_tables=abstract((num_rows, limits.max_blocks)),
         num_decodes=abstract(()),
         num_short=abstract(()),
+        last_seen=abstract((num_tokens,)) if sees_ahead else None,
         block_size=limits.block_size,
         decode_only=decode_only,
     )
@@ -275,6 +283,33 @@ def test_a_producer_of_16_bits_only_copies(compile_step):
         assert "STSM" in computing
         assert "UTMALDG" in producing
         assert "STS" not in producing
+
+
+# Of Gemma 3: with heads of 256 of 4B and 12B, and of 128 of 27B.
+GEMMA_4B = config_of(256, num_heads=8, num_kv_heads=4, sliding_window=1024)
+GEMMA_27B = config_of(128, num_kv_heads=16, sliding_window=1024)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[] if name == "4b_of_8_bits" else pytest.mark.sweep)
+        for name, config in {
+            "4b": GEMMA_4B,
+            "4b_full": dataclasses.replace(GEMMA_4B, sliding_window=None),
+            # Where registers are scarcest.
+            "4b_of_8_bits": dataclasses.replace(GEMMA_4B, kv_dtype="int8"),
+            "4b_full_of_8_bits": dataclasses.replace(
+                GEMMA_4B, sliding_window=None, kv_dtype="float8_e4m3fn"
+            ),
+            "27b": GEMMA_27B,
+            "27b_full": dataclasses.replace(GEMMA_27B, sliding_window=None),
+            "everything": config_of(256, **WINDOW_AND_CAP, num_kv_heads=1),
+        }.items()
+    ],
+)
+def test_tokens_that_see_later_ones_compile(compile_step, config):
+    assert_good(compile_step(config, 64, sees_ahead=True), MIXED)
 
 
 GROUP_OF_7 = {"num_heads": 7, "num_kv_heads": 1}

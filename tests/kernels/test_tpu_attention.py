@@ -246,6 +246,43 @@ def test_the_largest_heads_are_right_in_bfloat16(name):
 
 TWO_CORES = dataclasses.replace(SMALL, chip="v4")
 
+# Tokens that see later ones. A short row without, and one whose span begins in its history; a chunk
+# of which one span ends with a page and lies over three tiles, and one ends with the row.
+AHEAD = Case(
+    name="tokens_that_see_later_ones",
+    rows=((1, 20), (3, 12), (6, 14), (40, 70)),
+    spans=((2, 6, 12), (3, 34, 64), (3, 64, 70)),
+    block_size=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [
+        pytest.param(SMALL, {"sliding_window": 11, "has_sinks": True}, id="in a window"),
+        *(
+            pytest.param(backend, changes, id=name, marks=pytest.mark.sweep)
+            for name, (backend, changes) in {
+                "without": (SMALL, {}),
+                "in large items": (EMULATED, {"sliding_window": 19}),
+                "of two cores": (TWO_CORES, {"num_kv_heads": 4}),
+                "of one head": (TWO_CORES, {"num_kv_heads": 1, "sliding_window": 19}),
+                "in parts": (EMULATED, {"num_heads": 16, "num_kv_heads": 1, "soft_cap": 3.0}),
+                "as int8": (EMULATED, {"block_size": 32, "kv_dtype": "int8"}),
+            }.items()
+        ),
+    ],
+)
+def test_tokens_see_later_ones(backend, changes):
+    assert_correct(backend, dataclasses.replace(AHEAD, **changes), "float32")
+
+
+def test_tokens_that_see_no_later_ones_are_as_without():
+    """Of the same program as in a window, in which no segment is written ahead."""
+    case = dataclasses.replace(AHEAD, sliding_window=11, has_sinks=True)
+    none = dataclasses.replace(case, spans=((0, 19, 20),))
+    assert_correct(SMALL, none, "float32")
+
 
 # By heads, or, where there is one, by steps.
 @pytest.mark.parametrize("num_kv_heads", [1, 2])

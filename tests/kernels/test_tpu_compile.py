@@ -70,6 +70,7 @@ class Program(NamedTuple):
     num_rows: int = 64
     max_blocks: int = 64
     block_size: int = 64
+    sees_ahead: bool = False
 
     def compile(self, devices: list) -> tuple[jax.stages.Compiled, int]:
         """The program for these devices, and the bytes of a device's cache."""
@@ -119,6 +120,7 @@ class Program(NamedTuple):
             block_tables=array((self.num_rows, self.max_blocks), jnp.int32),
             num_decodes=array((), jnp.int32),
             num_short=array((), jnp.int32),
+            last_seen=array((num_tokens,), jnp.int32) if self.sees_ahead else None,
             block_size=self.block_size,
             decode_only=self.decode_only,
         )
@@ -289,6 +291,28 @@ GRID = [
 @pytest.mark.parametrize(("chip", "head_size", "feature"), GRID)
 def test_every_feature_compiles_with_every_head_size(chip, head_size, feature, devices):
     program = Program(**{"head_size": head_size} | FEATURES[feature])
+    assert_compiles(program, devices(chip)[:1])
+
+
+# Of Gemma 3, 4B and 27B.
+@pytest.mark.parametrize("chip", [sweep("v5e"), "v6e", sweep("v7x")])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            Program(
+                num_heads=8, num_kv_heads=4, head_size=256, sliding_window=1024, sees_ahead=True
+            ),
+            id="4b",
+        ),
+        pytest.param(
+            Program(num_kv_heads=16, kv_dtype="int8", sees_ahead=True),
+            id="27b_of_8_bits",
+            marks=pytest.mark.sweep,
+        ),
+    ],
+)
+def test_tokens_that_see_later_ones_compile(program, chip, devices):
     assert_compiles(program, devices(chip)[:1])
 
 

@@ -36,6 +36,15 @@ def test_what_has_no_kernel_for_a_gpu_runs_on_xla(change, reason, caplog, monkey
     assert "not 'mosaic_sm90'" in told and reason in told
 
 
+@pytest.mark.parametrize(("chip", "name"), [("h200", "mosaic_sm90"), ("v6e", "tpu")])
+def test_tokens_that_see_later_ones_have_the_kernels(chip, name, monkeypatch):
+    monkeypatch.setattr("jaxllm_kernels.ragged_paged_attention.gpu.why_no_mosaic_gpu", str)
+    chosen = choose_kernels.choose_attention(
+        "auto", CHIPS[chip], NoLibrary("no CPU"), (CONFIG,), LIMITS, "bfloat16", sees_ahead=True
+    )
+    assert chosen.name == name
+
+
 @pytest.mark.parametrize(
     ("kind", "capability"),
     [("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA L4", "8.9"), ("NVIDIA B200", "10.0")],

@@ -10,6 +10,7 @@ Axis letters: T tokens, R rows (requests of the step), N query heads, K kv heads
 V size of values (mostly H), P blocks per row.
 """
 
+import dataclasses
 import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
@@ -98,8 +99,8 @@ class RaggedBatch:
     # int32 []; zero is always right, and costs time only
     num_short: jax.Array | np.int32 = np.int32(0)
     # int32 [T]: the position of the last token that each token sees, itself or a later one of its
-    # row in this step. It never decreases along a row. None: itself; other batches are only for
-    # backends that are `SeesAhead`.
+    # row in this step. It never decreases along a row. Of padding it is arbitrary. None: itself;
+    # other batches are only for backends that are `SeesAhead`.
     last_seen: jax.Array | None = None
     block_size: int = field(metadata={"static": True})
     # Every row with tokens is a decode, and T == R.
@@ -128,6 +129,18 @@ def locate_tokens(batch: RaggedBatch, num_tokens: int) -> TokenPlaces:
         is_real = tokens < batch.query_starts[-1]
     positions = batch.context_lens[rows] - (batch.query_starts[rows + 1] - tokens)
     return TokenPlaces(rows, jnp.where(is_real, positions, -1))
+
+
+def without_short_rows_that_see_ahead(batch: RaggedBatch, num_tokens: int) -> RaggedBatch:
+    """The batch with only those short rows before the first row that has a token which sees later
+    ones. The others are then computed as chunks are, by kernels that know `last_seen`."""
+    if batch.last_seen is None or batch.decode_only:
+        return batch
+    places = locate_tokens(batch, num_tokens)
+    sees_ahead = (places.positions >= 0) & (batch.last_seen > places.positions)
+    first = jnp.min(jnp.where(sees_ahead, places.rows, batch.context_lens.shape[0]))
+    num_short = jnp.clip(first - batch.num_decodes, 0, batch.num_short)
+    return dataclasses.replace(batch, num_short=num_short)
 
 
 class AttentionBackend(Protocol):

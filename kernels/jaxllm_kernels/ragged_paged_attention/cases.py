@@ -57,6 +57,9 @@ class Case:
     decode_only: bool = False
     # Rows given to the program as decodes; None for all that can be decodes.
     num_decodes: int | None = None
+    # Tokens that see each other, also later ones: a row, and the positions of the first and after
+    # the last.
+    spans: tuple[tuple[int, int, int], ...] = ()
     # Whether short rows after the decodes are given as such.
     has_short: bool = True
     # Values of block table entries that must not be followed; some are valid blocks.
@@ -235,6 +238,7 @@ class CaseResult(NamedTuple):
 class _Row(NamedTuple):
     """A request: its whole context, unpaged, and its blocks in the backend's cache."""
 
+    number: int  # of the case's rows
     q: np.ndarray  # [context, N, H]
     k: np.ndarray  # [context, K, H]
     v: np.ndarray  # [context, K, V]
@@ -247,6 +251,15 @@ class _Span(NamedTuple):
     row: _Row
     start: int
     end: int
+
+    def last_seen(self, case: Case) -> np.ndarray:
+        """The position of the last token that each of them sees."""
+        positions = np.arange(self.start, self.end)
+        last = positions.copy()
+        for row, start, end in case.spans:
+            if row == self.row.number:
+                last[(start <= positions) & (positions < end)] = min(end, self.end) - 1
+        return last
 
 
 def run_case(
@@ -272,7 +285,7 @@ def run_case(
         q, k, v = (
             rng.normal(size=(context, *shape)).astype(dtype) for shape in _shapes(case).values()
         )
-        row = _Row(q, k, v, owned)
+        row = _Row(len(step), q, k, v, owned)
         history.append(_Span(row, 0, context - length))
         step.append(_Span(row, context - length, context))
     sinks = jnp.asarray(rng.normal(size=case.num_heads), jnp.float32) if case.has_sinks else None
@@ -383,6 +396,10 @@ def _pack(spans: list[_Span], case: Case, dtype: DTypeLike, rng: np.random.Gener
         block_size=case.block_size,
         decode_only=case.decode_only,
     )
+    if case.spans:
+        padding = rng.integers(0, case.num_tokens, size=case.num_tokens - lengths.sum())
+        last_seen = np.concatenate([*(span.last_seen(case) for span in spans), padding])
+        batch = dataclasses.replace(batch, last_seen=jnp.asarray(last_seen, jnp.int32))
     operands = []
     for name, shape in _shapes(case).items():
         tokens = [getattr(row, name)[start:end] for row, start, end in spans]
@@ -408,7 +425,7 @@ def _attend_float64(
     if config.soft_cap is not None:
         scores = config.soft_cap * np.tanh(scores / config.soft_cap)
     distance = np.arange(span.start, span.end)[:, None] - np.arange(len(k))
-    seen = distance >= 0
+    seen = np.arange(len(k)) <= span.last_seen(case)[:, None]
     if config.sliding_window is not None:
         seen &= distance < config.sliding_window
     if config.chunk is not None:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     check_common,
     check_is_usual,
     locate_tokens,
+    without_short_rows_that_see_ahead,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import HeadScalars, head_scalars
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
@@ -74,6 +75,7 @@ class Prepared(NamedTuple):
 class MosaicGpuBackend:
     """Attention by Mosaic GPU kernels for Hopper (sm_90)."""
 
+    sees_ahead: ClassVar[Literal[True]] = True
     name: str = "mosaic_sm90"
     # The chip whose measured tunings apply.
     chip: str = "h200"
@@ -142,6 +144,7 @@ class MosaicGpuBackend:
         self, batch: RaggedBatch, configs: tuple[AttentionConfig, ...], *, num_tokens: int
     ) -> Prepared:
         places = locate_tokens(batch, num_tokens)
+        batch = without_short_rows_that_see_ahead(batch, num_tokens)
         splits = {self._decode_split(config, batch) for config in configs}
         decodes = {split: split_decodes(batch, split) for split in splits}
         prefills = None

@@ -16,6 +16,10 @@ it has issued q.k, before the product is there, and when it has its weights, bef
 there. It waits for p.v before it issues the next q.k. Warpgroup 0 is a turn ahead, so it zeroes the
 end of the last block of values for both, before it multiplies by them.
 
+Where tokens of an image see each other, a tile reads the keys up to the last one that any of its
+tokens sees, and its masks have the last key of each (`RaggedBatch.last_seen`). All keys of the step
+are in the cache before.
+
 Blocks that every query sees are not masked. The others are the last ones and, with a window, the
 first ones; so there are two loops over blocks, or three.
 
@@ -109,6 +113,7 @@ def prefill(
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads
     block_tokens = ring.block_tokens
+    sees_ahead = tiles.last_seen is not None
     registers = _REGISTERS_IF_CONVERTING if ring.converts else _REGISTERS
     # Registers do not suffice for a third loop if the head size is 256 and the producer converts.
     # Then all blocks of a window are masked.
@@ -151,7 +156,12 @@ def prefill(
                 start = jnp.maximum(position - (config.sliding_window - 1), 0)
                 start = lax.div(start, jnp.int32(ring.load_tokens)) * ring.load_tokens
             kv_head = lax.div(head, jnp.int32(heads_per_kv_head))
-            keys = Span(tiles_ref.row[index], kv_head, start, position + num_tokens)
+            keys = Span(
+                tiles_ref.row[index],
+                kv_head,
+                start,
+                position + num_tokens if tiles_ref.end is None else tiles_ref.end[index],
+            )
             return _Item(tiles_ref.token[index], position, num_tokens, head, keys)
 
         def produce():
@@ -166,13 +176,19 @@ def prefill(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-        def is_seen(first_query):
-            """Which keys of a block are seen, by queries from this place of the block on."""
+        def load_last_seen(first_token):
+            """The positions of the last keys that a warpgroup's queries see."""
+            rows = pl.ds(first_token, _GROUP_TOKENS)
+            return plgpu.load(tiles_ref.last_seen.at[rows], layout=_PER_TOKEN, optimized=False)  # pyright: ignore[reportCallIssue]
+
+        def is_seen(first_query, last_seen):
+            """Which keys of a block are seen, by queries from this place of the block on. They see
+            the keys up to these places, or up to themselves."""
             # One number per key and one per query: one number per score would need registers that
             # head size 256 does not leave.
             key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
             query = _iota(_GROUP_TOKENS, _PER_TOKEN) + first_query
-            seen = key <= _over_columns(query, block_tokens)
+            seen = key <= _over_columns(query if last_seen is None else last_seen, block_tokens)
             if config.sliding_window is not None:
                 seen &= key > _over_columns(query - config.sliding_window, block_tokens)
             return seen
@@ -211,7 +227,11 @@ def prefill(
                     ring.release(blocks, KEYS, used + j)
                     if is_masked:
                         scores, factor_left = to_scores(products, factor, config), 1.0
-                        seen = is_seen(first_query - span.start - j * block_tokens)
+                        last_seen = None
+                        if sees_ahead:
+                            # Loaded for each block: kept, they would take registers from the loops.
+                            last_seen = load_last_seen(first_token) - span.start - j * block_tokens
+                        seen = is_seen(first_query - span.start - j * block_tokens, last_seen)
                         scores = jnp.where(seen, scores, UNSEEN)
                     else:
                         scores, factor_left = to_unscaled_scores(products, factor, config)
@@ -282,7 +302,8 @@ def prefill(
                     moved = moved_outputs.at[group, pl.ds(_MOVED_BY, _GROUP_TOKENS)]
                     store_unoptimized(moved, out.astype(ring.dtype))
                 plgpu.commit_smem()
-                num_tokens = jnp.clip(span.end - first_query, 0, _GROUP_TOKENS)
+                end = item.position + item.num_tokens if sees_ahead else span.end
+                num_tokens = jnp.clip(end - first_query, 0, _GROUP_TOKENS)
                 _store_rows(outputs, moved_outputs, group, out_ref, head, first_token, num_tokens)
                 return i + 1, used + num_blocks, next_item
 

@@ -193,6 +193,10 @@ class PrefillTiles(NamedTuple):
     num_tokens: jax.Array  # int32 [W]: at most the tile size
     position: jax.Array  # int32 [W]: position of the first token in its row's context
     num_tiles: jax.Array  # int32 [1]: the rest are padding
+    # None if each token sees itself last.
+    end: jax.Array | None  # int32 [W]: position after the last key that a token sees
+    # int32 [T + tile size - 1]: position of the last key that each token of the batch sees.
+    last_seen: jax.Array | None
 
 
 def split_decodes(batch: RaggedBatch, split: DecodeSplit) -> DecodeWork:
@@ -272,12 +276,22 @@ def cut_prefills(batch: RaggedBatch, *, num_tokens: int, tile_tokens: int) -> Pr
     position = batch.context_lens[row] - lengths[row] + offset
     num_tiles = row_end[-1]
     order = jnp.argsort(jnp.where(tiles < num_tiles, -position, jnp.iinfo(jnp.int32).max))
-    return PrefillTiles(
+    found = PrefillTiles(
         row=row[order],
         token=(batch.query_starts[row] + offset)[order],
         num_tokens=jnp.clip(lengths[row] - offset, 0, tile_tokens)[order],
         position=position[order],
         num_tiles=num_tiles[None],
+        end=None,
+        last_seen=None,
+    )
+    if batch.last_seen is None:
+        return found
+    # The last token of a tile sees the most.
+    last = jnp.clip(found.token + found.num_tokens - 1, 0, num_tokens - 1)
+    return found._replace(
+        end=jnp.maximum(found.position + found.num_tokens, batch.last_seen[last] + 1),
+        last_seen=jnp.pad(batch.last_seen, (0, tile_tokens - 1)),
     )
 
 

@@ -7,6 +7,7 @@ of its heads, and any number of heads works equally well. See `TokenLayout`.
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ class TpuBackend:
     shard_map over heads, with the config of a shard. Any number of kv heads per shard is possible.
     """
 
+    sees_ahead: ClassVar[Literal[True]] = True
     name: str = "tpu"
     # The chip to compile for, or to emulate; None until `tuned_for` sets it.
     chip: str | None = None

@@ -30,6 +30,7 @@ def attend_segments(
     kv_scales: jax.Array | None,
     interpret: pltpu.InterpretParams | Literal[False],
     num_steps: jax.Array | None = None,
+    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the segments' keys and values into the cache and attend; see `KernelSizes`.
 
@@ -41,6 +42,7 @@ def attend_segments(
       sinks: float32 [K, G, 1].
       kv_scales: float32 [K, 1, 2], of keys and of values.
       num_steps: with short rows, the number of steps that have segments.
+      ahead: int32 [steps, tokens of a step], of prefills: how far ahead each token sees.
 
     Returns:
       The output, shaped like q but with lanes of values; and the updated cache. For tokens without
@@ -117,6 +119,10 @@ def attend_segments(
     if sinks is not None:
         per_group = heads * len(sinks) // num_kv_heads
         optional.append((sinks, block((per_group, *sinks.shape[1:]), "heads", "", "")))
+    if ahead is not None:
+        # Along the query lines of a segment.
+        ahead = jnp.tile(ahead, (1, group_size // parts))[:, None]
+        optional.append((ahead, block((1, *ahead.shape[1:]), "step", "", "")))
     scalars = [x for x in work if x is not None]
     operands = (*scalars, q, new, *[x for x, _ in optional], cache)
     slots = jax.ShapeDtypeStruct(
@@ -129,6 +135,7 @@ def attend_segments(
         max_blocks=max_blocks,
         has_scales=kv_scales is not None,
         has_sinks=sinks is not None,
+        sees_ahead=ahead is not None,
     )
     call = pl.pallas_call(
         kernel,

@@ -98,6 +98,12 @@ class Items:
         """The position of the first key that is fetched for a segment."""
         return self._all_pages(segment).first * self.block_size
 
+    def end(self, segment: jax.Array, position: jax.Array) -> jax.Array:
+        """The position after the last key of a segment, whose first token has this position."""
+        if self.work.ends is not None:
+            return self.work.ends[segment]
+        return position + self.work.lengths[segment]
+
     def num_pages(self, segment: jax.Array) -> jax.Array:
         pages = self._all_pages(segment)
         return pages.end - pages.first
@@ -153,7 +159,7 @@ class Items:
         if self.sliding_window is not None:
             oldest = jnp.maximum(position - (self.sliding_window - 1), 0)
             first = divide(oldest, self.block_size)
-        last = divide(position + self.work.lengths[segment] - 1, self.block_size)
+        last = divide(self.end(segment, position) - 1, self.block_size)
         return Pages(first, last + 1)
 
     def _start_copies(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:

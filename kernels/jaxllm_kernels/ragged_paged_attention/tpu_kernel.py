@@ -9,8 +9,7 @@ Axis letters besides those of api.py: G query heads per kv head, M query lines o
 cache.
 """
 
-import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +50,17 @@ def compute_step(
     max_blocks: int,
     has_scales: bool,
     has_sinks: bool,
+    sees_ahead: bool,
 ) -> None:
     """Name the references, and compute the step."""
     unnamed = iter(refs)
-    has_short = sizes.kind == "short"
-    work = Work(*itertools.islice(unnamed, len(Work._fields) - (0 if has_short else 1)))
+    is_given = {"num_decodes": sizes.kind == "short", "ends": sees_ahead}
+    names = [name for name in Work._fields if is_given.get(name, True)]
+    work = Work(**dict(zip(names, unnamed, strict=False)))
     q, new = next(unnamed), next(unnamed)
     kv_scales = next(unnamed) if has_scales else None
     sinks = next(unnamed) if has_sinks else None
+    ahead = next(unnamed) if sees_ahead else None
     next(unnamed)  # the cache as an operand; it is the same memory as the result
     out, cache = next(unnamed), next(unnamed)
     items = Items(
@@ -82,13 +84,30 @@ def compute_step(
         "sizes": sizes,
     }
     if sizes.kind == "prefill":
-        step = PrefillStep(scratch=next(unnamed), **operands)
+        step = PrefillStep(scratch=next(unnamed), ahead=ahead, **operands)
     else:
         step = DecodeStep(scratch=next(unnamed), **operands)
-    _run(step, items)
+    run_step(step, items)
 
 
-def _run(step: DecodeStep | PrefillStep, items: Items) -> None:
+class Step(Protocol):
+    """A step of the grid, during tracing."""
+
+    def start(self) -> None:
+        """Prepare for the first step."""
+        ...
+
+    def attend(self, step: jax.Array, first: jax.Array, end: jax.Array) -> None:
+        """Compute the segments [first, end) of a step."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what is left after the last step."""
+        ...
+
+
+def run_step(step: Step, items: Items) -> None:
+    """Compute a step, and what comes before the first one and after the last."""
     first_segments = items.work.first_segments
     row_group = lax.rem(pl.program_id(0), items.sizes.row_groups)
     index = pl.program_id(1) * items.sizes.row_groups + row_group

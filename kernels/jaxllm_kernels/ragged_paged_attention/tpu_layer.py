@@ -26,6 +26,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
     RaggedBatch,
+    without_short_rows_that_see_ahead,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_layout import TokenLayout, sublane_tile
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
@@ -38,8 +39,10 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     step_tokens,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_work import (
+    AheadWork,
     ShortWork,
     Work,
+    ahead_work,
     decode_work,
     prefill_work,
     short_work,
@@ -52,6 +55,7 @@ class Prepared(NamedTuple):
     decode: dict[int, Work]
     short: dict[int, ShortWork]
     prefill: dict[int, Work]
+    ahead: dict[int, AheadWork]  # empty if each token sees itself last
 
 
 def check_chip(name: str, chip: Chip, dtype: DTypeLike) -> None:
@@ -155,12 +159,29 @@ class LayerKernels:
         # both orders, although few can be of short rows, and rotate them twice.
         q, new = lax.optimization_barrier((q.transpose(1, 2, 0, 3), new.swapaxes(0, 1)))
         sizes = self._sizes("prefill", batch, num_tokens, q.dtype)
+        padded_q, padded_new = (
+            _pad_to(x, sizes.step_tokens, axis=axis) for x, axis in ((q, 2), (new, 1))
+        )
+        ahead = prepared.ahead.get(sizes.step_tokens)
+        if ahead is not None:
+            from jaxllm_kernels.ragged_paged_attention.tpu_ahead import write_ahead
+
+            cache = write_ahead(
+                padded_new,
+                cache,
+                ahead,
+                name=self.name,
+                sizes=sizes,
+                max_blocks=batch.block_tables.shape[1],
+                interpret=call.keywords["interpret"],
+            )
         out, cache = call(
-            _pad_to(q, sizes.step_tokens, axis=2),
-            _pad_to(new, sizes.step_tokens, axis=1),
+            padded_q,
+            padded_new,
             cache,
             prepared.prefill[sizes.step_tokens],
             sizes=sizes,
+            ahead=None if ahead is None else ahead.distances,
         )
         sizes = self._sizes("short", batch, num_tokens, q.dtype)
         short = prepared.short[sizes.step_tokens]
@@ -242,7 +263,8 @@ def prepare_layers(
     layers: Collection[LayerKernels], batch: RaggedBatch, *, num_tokens: int
 ) -> Prepared:
     """Compute the work of a step's kernels."""
-    prepared = Prepared({}, {}, {})
+    batch = without_short_rows_that_see_ahead(batch, num_tokens)
+    prepared = Prepared({}, {}, {}, {})
     for kernels in layers:
         num_cores = kernels.chip.num_cores
         if batch.decode_only:
@@ -254,7 +276,10 @@ def prepare_layers(
             )
             most = _most_tokens("short", batch, num_tokens)
             prepared.short[step] = short_work(batch, most, step, num_cores)
-            prepared.prefill[tile] = prefill_work(batch, num_tokens, tile)
+            work = prefill_work(batch, num_tokens, tile)
+            prepared.prefill[tile] = work
+            if batch.last_seen is not None:
+                prepared.ahead[tile] = ahead_work(batch, work, num_tokens, tile)
     return prepared
 
 

@@ -1,9 +1,13 @@
 """A step of the TPU kernel for prefill chunks: a tile of tokens, with a segment for each row in it.
 
 The last items of a segment contain the places of its own tokens. The kernel inserts their keys and
-values on chip, where the segment reads them, and copies the pages back to the cache. Tiles of one
-chunk read what earlier tiles have written, so all writes of a tile are complete before any later
-page is fetched. The kernel computes meanwhile.
+values on chip, where the segment reads them, and copies the pages back to the cache
+(`tpu_new.py`). Tiles of one chunk read what earlier tiles have written, so all writes of a tile are
+complete before any later page is fetched. The kernel computes meanwhile.
+
+Where tokens see later ones (`RaggedBatch.last_seen`), a segment also has the pages up to the last
+key that any of its tokens sees. What later segments write there is in the cache before the kernel
+starts (`tpu_ahead.py`); they write the same again.
 
 Attention is computed in units: a chunk of keys for a batch of heads. (A kv head with many query
 heads counts as several heads, each with a part of them.) Scores are transposed, with keys along
@@ -16,10 +20,8 @@ step of the loop computes the scores of a unit beside the weights of the one bef
 same memory: a head's scores are read before they are replaced.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +30,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
-from jaxllm_kernels.ragged_paged_attention.tpu_items import Items, Pages
-from jaxllm_kernels.ragged_paged_attention.tpu_layout import SUBLANES, sublane_tile
+from jaxllm_kernels.ragged_paged_attention.tpu_items import Items
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import SUBLANES
+from jaxllm_kernels.ragged_paged_attention.tpu_new import NewTokens
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     LOG2_E,
     UNSEEN,
     Ref,
-    cast,
     cdiv,
     divide,
     dot,
@@ -108,6 +110,7 @@ class PrefillStep:
     new: Ref  # [K, tokens, W]
     kv_scales: Ref | None  # [K, 1, 2]
     sinks: Ref | None  # [heads, 1, M]
+    ahead: Ref | None  # int32 [1, 1, M]: how far ahead each query sees
     out: Ref  # [heads, query heads of each, tokens, V]
     scratch: PrefillScratch
     config: AttentionConfig
@@ -133,6 +136,9 @@ class PrefillStep:
 
     def _attend_segment(self, segment: jax.Array) -> None:
         items, heads, chunk_tokens = self.items, self.sizes.batch_heads, self.items.chunk_tokens
+        new_tokens = NewTokens(
+            items=items, new=self.new, sent=self.scratch.sent, sizes=self.sizes, dtype=self.q.dtype
+        )
         units_of_chunk = self.q.shape[0] // heads
         chunks_of_item = self.sizes.slot_pages // self.sizes.chunk_pages
         units_of_item = chunks_of_item * units_of_chunk
@@ -157,11 +163,11 @@ class PrefillStep:
         def open_item(item: jax.Array) -> None:
             pages, slot = items.pages(segment, item), items.take_slot()
             items.wait(pages, slot)
-            self._insert_tokens(segment, pages, slot)
+            new_tokens.insert(segment, pages, slot)
 
         def fetch_after_writes(unit: _Unit) -> None:
             pages = items.pages(segment, unit.item)
-            self._for_each_write(segment, pages, unit.slot, lambda copy: copy.wait())
+            new_tokens.for_each_write(segment, pages, unit.slot, lambda copy: copy.wait())
             items.fetch_next()
 
         def attend_unit(index: jax.Array) -> None:
@@ -202,68 +208,6 @@ class PrefillStep:
         # There is one more step than units. What it scores is not used, and takes no time.
         for_each(0, num_units + 1, attend_unit)
         self._store_output(segment)
-
-    def _insert_tokens(self, segment: jax.Array, pages: Pages, slot: jax.Array) -> None:
-        """Insert the keys and values of a tile whose places are in a slot, and send the pages."""
-        items, tile = self.items, self.sizes.step_tokens
-        start, length = items.work.positions[segment], items.work.lengths[segment]
-        offset = items.offset(segment)
-        # The rows of the slot that may change: those of all tokens, from a multiple on where the
-        # slot can be cut.
-        align, slot_tokens = sublane_tile(items.cache.dtype), items.slots.shape[2]
-        num_rows = min(tile + align, slot_tokens)
-        start_in_slot = start - pages.first * items.block_size
-        first = jnp.clip(start_in_slot & -align, 0, slot_tokens - num_rows)
-        rows = pl.ds(multiple_of(first, align), num_rows)
-
-        def is_ours(axis: int) -> jax.Array:
-            shape = (1, tile) if axis else (tile, 1)
-            token = lax.broadcasted_iota(jnp.int32, shape, axis)
-            return (offset <= token) & (token < offset + length)
-
-        # A matrix product moves each token to its place.
-        row = first - start_in_slot + lax.broadcasted_iota(jnp.int32, (num_rows, 1), 0)
-        token = lax.broadcasted_iota(jnp.int32, (num_rows, tile), 1)
-        moves = ((token - offset == row) & is_ours(1)).astype(self.q.dtype)
-        is_new = (row >= 0) & (row < length)
-
-        def insert_head(head: jax.Array) -> None:
-            # A factor of zero would not remove NaN in other rows' tokens.
-            new = jnp.where(is_ours(0), self.new[head].astype(jnp.float32), 0)
-            moved = dot(moves, new.astype(self.q.dtype), contract=(1, 0))
-            old = items.slots[slot, head, rows, :].astype(jnp.float32)
-            items.slots[slot, head, rows, :] = cast(
-                jnp.where(is_new, moved, old), items.cache.dtype
-            )
-
-        @pl.when(self._first_written(segment, pages) < pages.end)
-        def _():
-            batch = math.gcd(items.num_heads, self.sizes.batch_heads)
-            for_each_in_batches(items.num_heads, batch, insert_head)
-
-        self._for_each_write(segment, pages, slot, lambda copy: copy.start())
-
-    def _first_written(self, segment: jax.Array, pages: Pages) -> jax.Array:
-        """The first of an item's pages that has places of a segment's tokens; the others follow."""
-        first = divide(self.items.work.positions[segment], self.items.block_size)
-        return jnp.maximum(pages.first, first)
-
-    def _for_each_write(
-        self, segment: jax.Array, pages: Pages, slot: jax.Array, action: Callable[[Any], None]
-    ) -> None:
-        """Call action with each copy of an item's new pages back to the cache."""
-        items = self.items
-
-        def act(page: jax.Array) -> None:
-            action(
-                pltpu.make_async_copy(
-                    items.in_slot(slot, page - pages.first),
-                    items.in_cache(items.block(segment, page)),
-                    self.scratch.sent,
-                )
-            )
-
-        for_each(self._first_written(segment, pages), pages.end, act)
 
     def _start_softmax(self) -> None:
         scratch = self.scratch
@@ -322,7 +266,8 @@ class PrefillStep:
         distance = token + shift - key
         shape = (keys // SUBLANES, SUBLANES, lines)
         start = lax.broadcasted_iota(jnp.int32, shape, 0) * SUBLANES
-        is_seen = distance >= start
+        reach = distance if self.ahead is None else distance + self.ahead[...]
+        is_seen = reach >= start
         if self.config.sliding_window is not None:
             is_seen &= distance - self.config.sliding_window < start
         return is_seen.reshape(keys, lines)
@@ -344,7 +289,7 @@ class PrefillStep:
         values = items.slots[unit.slot, self._kv_head(head), tokens, self.sizes.layout.values]
         if masked:
             # Values past the context are garbage. A weight of zero would not remove NaN.
-            end = items.work.positions[segment] + items.work.lengths[segment]
+            end = items.end(segment, items.work.positions[segment])
             values = keep_first_rows(values[None], end - unit.first)[0]
 
         largest = scratch.largest[head]

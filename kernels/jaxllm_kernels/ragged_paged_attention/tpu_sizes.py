@@ -136,10 +136,10 @@ def _padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 
 def smem_bytes(limits: BatchLimits) -> int:
-    """Scalar memory of a kernel: block tables, and four numbers per segment."""
+    """Scalar memory of a kernel: block tables, and at most five numbers per segment."""
     num_tiles = cdiv(limits.num_tokens, MIN_TILE_TOKENS)
     segments = limits.num_rows + num_tiles
-    return 4 * (limits.num_rows * limits.max_blocks + 4 * segments + num_tiles) + _SMEM_RESERVE
+    return 4 * (limits.num_rows * limits.max_blocks + 5 * segments + num_tiles) + _SMEM_RESERVE
 
 
 # Scalar memory that the compiler and the pipeline of blocks need, rounded up.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels.common import cdiv, round_up
-from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, locate_tokens
 
 
 class Work(NamedTuple):
@@ -21,6 +21,8 @@ class Work(NamedTuple):
     block_tables: jax.Array  # int32 [R * P]
     # int32 [1]: the first segments are decodes, if others are short rows.
     num_decodes: jax.Array | None = None
+    # The position after the last key of a segment, if a token may see later ones.
+    ends: jax.Array | None = None
 
 
 def decode_work(batch: RaggedBatch, step: int, num_cores: int) -> Work:
@@ -80,6 +82,45 @@ def short_work(batch: RaggedBatch, num_tokens: int, step: int, num_cores: int) -
     return ShortWork(work, batch.query_starts[num_segments], jnp.maximum(used_steps, 1))
 
 
+class AheadWork(NamedTuple):
+    """What prefills have beside their work if tokens see later ones."""
+
+    # int32 [tiles, tile]: how far ahead each token of the flat batch sees.
+    distances: jax.Array
+    # The segments that an earlier segment of their row sees.
+    seen: Work
+    num_steps: jax.Array  # int32 []: up to the last one that has such segments; at least one
+
+
+def ahead_work(batch: RaggedBatch, work: Work, num_tokens: int, tile: int) -> AheadWork:
+    """What the prefills of this work have beside it."""
+    assert batch.last_seen is not None and work.ends is not None
+    num_tiles = cdiv(num_tokens, tile)
+    distances = batch.last_seen - locate_tokens(batch, num_tokens).positions
+    distances = jnp.pad(distances, (0, num_tiles * tile - num_tokens)).reshape(num_tiles, tile)
+
+    segments = jnp.arange(len(work.rows), dtype=jnp.int32)
+    before = jnp.maximum(segments - 1, 0)
+    is_seen = (segments > 0) & (segments < work.first_segments[-1])
+    is_seen &= work.rows == work.rows[before]
+    is_seen &= work.ends[before] > work.positions
+    order = jnp.argsort(~is_seen, stable=True)
+    tiles = jnp.where(is_seen, work.tokens // tile, num_tiles)[order]
+    first_segments = jnp.searchsorted(
+        tiles, jnp.arange(num_tiles + 1, dtype=jnp.int32), method="compare_all"
+    ).astype(jnp.int32)
+    seen = work._replace(
+        first_segments=first_segments,
+        rows=work.rows[order],
+        tokens=work.tokens[order],
+        lengths=work.lengths[order],
+        positions=work.positions[order],
+        ends=None,
+    )
+    used_steps = (first_segments < first_segments[-1]).sum(dtype=jnp.int32)
+    return AheadWork(distances, seen, jnp.maximum(used_steps, 1))
+
+
 def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
     """The work of all other rows, cut at the tiles of the flat batch."""
     num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
@@ -96,7 +137,7 @@ def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
     tiles = starts[rows] // tile + piece
     tokens = jnp.maximum(starts[rows], tiles * tile)
     is_real = segments < ends_of_pieces[-1]
-    return Work(
+    work = Work(
         first_segments=jnp.searchsorted(
             jnp.where(is_real, tiles, num_tiles),
             jnp.arange(num_tiles + 1, dtype=jnp.int32),
@@ -108,3 +149,9 @@ def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
         positions=batch.context_lens[rows] - (ends[rows] - tokens),
         block_tables=batch.block_tables.reshape(-1),
     )
+    if batch.last_seen is None:
+        return work
+    # A segment's last token sees the most.
+    last = jnp.clip(work.tokens + work.lengths - 1, 0, num_tokens - 1)
+    own = work.positions + work.lengths
+    return work._replace(ends=jnp.maximum(own, batch.last_seen[last] + 1))
