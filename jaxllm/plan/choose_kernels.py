@@ -1,6 +1,5 @@
 """Chooses the kernels for a chip, once per engine. A fallback is always logged."""
 
-import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
-from jaxllm_kernels.causal_conv.native import NativeConv
-from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
@@ -19,8 +16,6 @@ from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
-from jaxllm_kernels.gated_delta.native import NativeDelta
-from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.low_rank.api import LowRankOp
 from jaxllm_kernels.low_rank.native import NativeLowRank
 from jaxllm_kernels.low_rank.xla import XlaLowRank
@@ -39,32 +34,20 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     get_backend,
 )
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
-from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.row_sums.native import NativeRowSums
 from jaxllm_kernels.sampler.native import NativeSampler
-from jaxllm_kernels.ssd.native import NativeSsd
-from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
-from jaxllm.layers.gated_delta import GatedDeltaSpec
-from jaxllm.layers.kimi_delta import KimiDeltaSpec
-from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import MoESpec
-from jaxllm.layers.short_conv import ShortConvSpec
-from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
 from jaxllm.quantization.products import Products
 from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_sums
 
 logger = init_logger(__name__)
-
-# Mixers with the gated delta rule, and all that begin with a short convolution.
-_DELTA = {GatedDeltaSpec, KimiDeltaSpec}
-_WITH_CONVOLUTIONS = _DELTA | {MambaSpec, ShortConvSpec}
 
 # Up to this many tokens, operations between products cost little.
 _FREE_PADDING = 128
@@ -220,48 +203,6 @@ def _experts_on_gpu(
         logger.warning("experts: XLA's loop, not %r, since %s", kernels.name, error)
         return XLA_EXPERTS
     return kernels.tuned_for(chip)
-
-
-def choose_state_ops(
-    chip: Chip,
-    library: Library | NoLibrary,
-    architecture: Architecture,
-    dtype: Any,
-    row_sums: RowSums | None,
-    *,
-    is_encoder: bool,
-) -> StateOps:
-    """The implementations of the ops of mixers without pages."""
-    if chip.platform != "cpu":
-        layers = "self-attention" if is_encoder else "recurrent layers"
-        logger.warning("%s: XLA's loops, since there is no kernel for %s", layers, chip.name)
-    ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
-    if is_encoder or isinstance(library, NoLibrary):  # the reason is logged already
-        return ops
-    mixers = {type(mixer) for layer in architecture.layers for mixer in layer.mixers}
-    load: dict[str, Callable[[], Any]] = {}
-    if not mixers.isdisjoint(_WITH_CONVOLUTIONS):
-        load["conv"] = functools.partial(NativeConv.load, library, dtype)
-    if not mixers.isdisjoint(_DELTA):
-        load["delta"] = functools.partial(NativeDelta.load, library, by_token=row_sums is not None)
-    if MambaSpec in mixers:
-        load["ssd"] = functools.partial(NativeSsd.load, library)
-    for name, its in load.items():
-        try:
-            ops = replace(ops, **{name: its()})
-        except ValueError as error:
-            logger.warning("%s of recurrent layers: XLA's loops, since %s", name, error)
-    return ops
-
-
-def state_ops_by_xla(chip: Chip) -> StateOps:
-    """The implementations that every chip has, with their tunables for this one."""
-    return StateOps(
-        conv=XlaConv(),
-        delta=XlaDelta().tuned_for(chip),
-        ssd=XlaSsd().tuned_for(chip),
-        self_attention=XlaSelfAttention().tuned_for(chip),
-    )
 
 
 def choose_sampling(

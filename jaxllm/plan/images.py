@@ -14,7 +14,7 @@ from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import Wanted, read_image_spec
 from jaxllm.models.specs import Architecture
-from jaxllm.plan.choose_kernels import state_ops_by_xla
+from jaxllm.plan.choose_state_ops import state_ops_by_xla
 
 logger = init_logger(__name__)
 

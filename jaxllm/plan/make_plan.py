@@ -44,11 +44,11 @@ from jaxllm.plan.choose_kernels import (
     choose_products,
     choose_row_sums,
     choose_sampling,
-    choose_state_ops,
     free_padding,
     load_native_kernels,
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
+from jaxllm.plan.choose_state_ops import choose_state_ops
 from jaxllm.plan.draft_head import DraftHeadPlan, plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
@@ -364,7 +364,7 @@ def make_plan(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
         state_ops=choose_state_ops(
-            chip, library, architecture, dtype, row_sums, is_encoder=is_encoder
+            chip, library, architecture, dtype, row_sums, num_shards, is_encoder=is_encoder
         )
         if keeps_states
         else None,

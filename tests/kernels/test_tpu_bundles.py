@@ -22,7 +22,9 @@ from jaxllm_kernels.platform import CHIPS as CHIP_FACTS
 RECORD = Path(__file__).with_name("tpu_bundles.json")
 KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
 LATENTS = tuple(f"latent_attention_{kind}" for kind in ("decode", "short", "prefill"))
-KERNELS += (*LATENTS, "experts_few", "experts_many")
+KERNELS += (*LATENTS, "experts_few", "experts_many", "delta_decode")
+# Those whose longest code is that of a block of what they read.
+WITH_BLOCKS = (*LATENTS, "delta_decode")
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -49,6 +51,7 @@ experts = load("test_tpu_experts_compile")
 model = experts.MODELS["Qwen3-30B-A3B, whole experts on 8 devices"]
 for num_tokens in (64, 2048):
     experts.compile_experts(model, num_tokens, devices[0])
+load("test_tpu_delta_compile").compile_delta(devices[0])
 """
 
 
@@ -75,7 +78,7 @@ def measure(chip: str) -> dict[str, dict[str, int]]:
             bundles = [line for line in path.read_text().splitlines() if re.match(r" *0x", line)]
             spills = sum(bool(re.search(r"vst.*_spill", line)) for line in bundles)
             found[kernel] = {"bundles": len(bundles), "spills": spills}
-            if kernel in LATENTS:
+            if kernel in WITH_BLOCKS:
                 found[kernel]["longest"] = longest_stretch(bundles)
         return found
 
@@ -125,6 +128,14 @@ def test_decodes_of_latents_are_computed_faster_than_they_are_read(chip):
     read = 1024 * 640 * 2 / CHIP_FACTS[chip].hbm_bytes_per_second
     bundles = json.loads(RECORD.read_text())["chips"][chip]["latent_attention_decode"]["longest"]
     assert bundles / CLOCKS[chip] <= (0.8 if chip == "v7x" else 0.5) * read
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_decodes_of_the_delta_rule_are_computed_faster_than_states_are_moved(chip):
+    # A block has 16 heads of 128 x 128, which are read and written.
+    moved = 2 * 16 * 128 * 128 * 4 / CHIP_FACTS[chip].hbm_bytes_per_second
+    bundles = json.loads(RECORD.read_text())["chips"][chip]["delta_decode"]["longest"]
+    assert bundles / CLOCKS[chip] <= (0.9 if chip == "v7x" else 0.5) * moved
 
 
 if __name__ == "__main__":

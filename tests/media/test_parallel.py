@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from tests.media.models import OPTIONS, make_gemma3, make_internvl, make_qwen3_5_moe, make_qwen3_moe
+from tests.media.models import (
+    OPTIONS,
+    make_gemma3,
+    make_gemma4,
+    make_internvl,
+    make_qwen3_5_moe,
+    make_qwen3_moe,
+)
 
 pytest.importorskip("PIL")
 
@@ -60,6 +67,13 @@ def test_answers_of_gemma_do_not_either(tmp_path):
 
 
 @pytest.mark.sweep
+def test_answers_of_gemma_4_do_not_either(tmp_path):
+    model = make_gemma4(tmp_path)
+    one = compare(model, "tensor_parallel_size", "<|image|>", max_num_batched_tokens=80)
+    assert one[0][0] == one[2][0] and one[0] != one[1]
+
+
+@pytest.mark.sweep
 def test_answers_of_internvl_do_not_either(tmp_path):
     """With a norm over the heads of all devices, in its tower."""
     model = make_internvl(tmp_path, vision={"use_qk_norm": True, "norm_type": "rms_norm"})
@@ -67,9 +81,9 @@ def test_answers_of_internvl_do_not_either(tmp_path):
     assert one[0][0] == one[2][0] and one[0] != one[1]
 
 
-def compare(model, way, mark):
+def compare(model, way, mark, **more):
     """Compare the answers of one device and of two, and return those of one."""
-    options = OPTIONS | {"model": str(model)}
+    options = OPTIONS | {"model": str(model)} | more
     variants = json.dumps([options, options | {way: 2}])
     run = [sys.executable, "-c", SCRIPT, variants, mark]
     done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)

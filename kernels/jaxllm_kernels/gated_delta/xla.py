@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.scan import decodes_at_once, scan_rows
+from jaxllm_kernels.recurrent.scan import Decodes, decodes_at_once, scan_rows
 
 # Tokens of a block of the triangular system. Blocks on the diagonal are inverted row by row.
 _BLOCK = 16
@@ -47,7 +47,10 @@ class XlaDelta:
         beta: jax.Array,
         state: jax.Array,
         rows: StateRows,
+        *,
+        decodes: Decodes | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        """`decodes` computes them in place of XLA."""
         return scan_rows(
             _step,
             advance_tile,
@@ -56,6 +59,7 @@ class XlaDelta:
             rows,
             out_shape=v.shape[1:],
             at_once=self.at_once,
+            decodes=decodes,
         )
 
 

@@ -32,6 +32,15 @@ class Advance(Protocol):
     def __call__(self, state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]: ...
 
 
+class Decodes(Protocol):
+    """Computes the decodes of a step: their outputs [up to T, ...], which of other rows may be
+    anything, and the states [S, ...]."""
+
+    def __call__(
+        self, operands: Any, state: jax.Array, rows: StateRows
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
 def decodes_at_once(chip: Chip) -> int:
     """How many decodes an iteration takes on a chip."""
     return 1 if chip.platform == "cpu" else _DECODES_AT_ONCE
@@ -46,16 +55,23 @@ def scan_rows(
     *,
     out_shape: tuple[int, ...],
     at_once: int,
+    decodes: Decodes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute all rows; return the outputs, float32 [T, *out_shape], and the states [S, ...].
 
     `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `at_once` is
-    the number of decodes of an iteration.
+    the number of decodes of an iteration. `decodes` computes all of them in place of that loop.
     """
     num_tokens = len(rows.token_rows)
+    of_tokens = operands
     operands, out = _beside_tiles(operands, rows, out_shape)
     at_once = min(at_once, num_tokens, len(rows.slots))
-    carried = _run_decodes(step, operands, (state, out), rows, at_once)
+    if decodes is None:
+        carried = _run_decodes(step, operands, (state, out), rows, at_once)
+    else:
+        y, state = decodes(of_tokens, state, rows)
+        is_decode = jnp.arange(len(y)) < rows.num_decodes
+        carried = state, out.at[: len(y)].set(jnp.where(_beside(is_decode, y), y, 0))
     if rows.tiles is not None:
         carried = _run_tiles(chunk, operands, carried, rows, rows.tiles)
     if rows.drafts is not None:

@@ -1,0 +1,94 @@
+"""Chooses the kernels of mixers that keep a state, once per engine. A fallback is always logged."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxllm_kernels.causal_conv.native import NativeConv
+from jaxllm_kernels.causal_conv.xla import XlaConv
+from jaxllm_kernels.gated_delta.native import NativeDelta
+from jaxllm_kernels.gated_delta.tpu import TpuDelta
+from jaxllm_kernels.gated_delta.xla import XlaDelta
+from jaxllm_kernels.native.library import Library, NoLibrary
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.row_sums.api import RowSums
+from jaxllm_kernels.ssd.native import NativeSsd
+from jaxllm_kernels.ssd.xla import XlaSsd
+
+from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.kimi_delta import KimiDeltaSpec
+from jaxllm.layers.mamba import MambaSpec
+from jaxllm.layers.short_conv import ShortConvSpec
+from jaxllm.layers.state import StateOps
+from jaxllm.logging import init_logger
+from jaxllm.models.specs import Architecture
+
+logger = init_logger(__name__)
+
+# Mixers with the gated delta rule, and all that begin with a short convolution.
+_DELTA = {GatedDeltaSpec, KimiDeltaSpec}
+_WITH_CONVOLUTIONS = _DELTA | {MambaSpec, ShortConvSpec}
+
+
+def choose_state_ops(
+    chip: Chip,
+    library: Library | NoLibrary,
+    architecture: Architecture,
+    dtype: Any,
+    row_sums: RowSums | None,
+    num_shards: int,
+    *,
+    is_encoder: bool,
+) -> StateOps:
+    """The implementations of the ops of mixers without pages."""
+    ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
+    if is_encoder:
+        if chip.platform != "cpu":
+            logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
+        return ops
+    mixers = {mixer for layer in architecture.layers for mixer in layer.mixers}
+    kinds = {type(mixer) for mixer in mixers}
+    load: dict[str, Callable[[], Any]] = {}
+    if chip.platform == "tpu" and not kinds.isdisjoint(_DELTA):
+        load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
+    elif chip.platform != "cpu":
+        logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
+    elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
+        if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
+            load["conv"] = functools.partial(NativeConv.load, library, dtype)
+        if not kinds.isdisjoint(_DELTA):
+            by_token = row_sums is not None
+            load["delta"] = functools.partial(NativeDelta.load, library, by_token=by_token)
+        if MambaSpec in kinds:
+            load["ssd"] = functools.partial(NativeSsd.load, library)
+    for name, its in load.items():
+        try:
+            ops = replace(ops, **{name: its()})
+        except ValueError as error:
+            logger.warning("%s of recurrent layers: XLA's loops, since %s", name, error)
+    return ops
+
+
+def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
+    """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
+    delta = TpuDelta(chip=chip.name)
+    for mixer in mixers:
+        if isinstance(mixer, GatedDeltaSpec):
+            heads = mixer.num_key_heads // num_shards, mixer.num_heads // num_shards
+            delta.check(*heads, mixer.key_size, mixer.value_size)
+        elif isinstance(mixer, KimiDeltaSpec):
+            heads = mixer.num_heads // num_shards
+            delta.check(heads, heads, mixer.head_size, mixer.head_size)
+    return delta
+
+
+def state_ops_by_xla(chip: Chip) -> StateOps:
+    """The implementations that every chip has, with their tunables for this one."""
+    return StateOps(
+        conv=XlaConv(),
+        delta=XlaDelta().tuned_for(chip),
+        ssd=XlaSsd().tuned_for(chip),
+        self_attention=XlaSelfAttention().tuned_for(chip),
+    )

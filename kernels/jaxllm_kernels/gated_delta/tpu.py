@@ -1,0 +1,70 @@
+"""The gated delta rule on TPUs: decodes by a Pallas kernel, drafts and tiles by XLA."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxllm_kernels.gated_delta.xla import XlaDelta
+from jaxllm_kernels.platform import CHIPS, Chip
+from jaxllm_kernels.recurrent.rows import StateRows
+from jaxllm_kernels.recurrent.tpu_blocks import check_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuDelta:
+    """`api.DeltaOp` on TPUs.
+
+    XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
+    """
+
+    # The chip to compile for, or to emulate.
+    chip: str
+    name: str = "tpu"
+    # Bytes of a block of states in place of the usual number; tests make it small.
+    block_bytes: int | None = None
+    # Emulate the kernel on a CPU, with a race detector.
+    interpret: bool = False
+
+    def check(self, num_key_heads: int, num_heads: int, key_size: int, value_size: int) -> None:
+        """Raise ValueError if the kernel does not compute such heads, as on one device."""
+        check_blocks(self._chip, num_heads // num_key_heads, (key_size, value_size))
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        state: jax.Array,
+        rows: StateRows,
+    ) -> tuple[jax.Array, jax.Array]:
+        # Importing Pallas takes long, and other platforms do not need it.
+        from jaxllm_kernels.gated_delta.tpu_decode import run_decodes
+
+        decodes = functools.partial(
+            run_decodes,
+            chip=self._chip,
+            block_bytes=self.block_bytes,
+            interpret=self._interpreter(),
+        )
+        by_xla = XlaDelta().tuned_for(self._chip)
+        return by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)
+
+    @property
+    def _chip(self) -> Chip:
+        return CHIPS.get(self.chip, Chip(name=self.chip, platform="tpu"))
+
+    def _interpreter(self) -> Any:
+        if not self.interpret:
+            return False
+        from jax.experimental.pallas import tpu as pltpu
+
+        # A copy is done when it starts: a missing wait is a race, which is found.
+        return pltpu.InterpretParams(
+            detect_races=True,
+            dma_execution_mode="eager",
+            num_cores_or_threads=self._chip.num_cores,
+        )

@@ -1,0 +1,85 @@
+"""The gated delta rule on TPUs, emulated on a CPU: results, races, and rows that are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jaxllm_kernels.gated_delta.cases import TOLERANCE, Layer, draw, error
+from jaxllm_kernels.gated_delta.tpu import TpuDelta
+from jaxllm_kernels.gated_delta.xla import XlaDelta
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.recurrent.rows import prepare_rows
+
+# Blocks of two heads.
+OP = TpuDelta(chip="v6e", interpret=True, block_bytes=1 << 17)
+TWO_CORES = TpuDelta(chip="v4", interpret=True)
+LAYERS = {
+    "usual": Layer(key_size=128, value_size=128),
+    "by channel": Layer(num_key_heads=4, decays_by_channel=True, key_size=128, value_size=256),
+    "more heads of a key": Layer(num_key_heads=1, key_size=256, value_size=128),
+}
+# A slot that a later request takes is not read.
+ALWAYS = ("slots pass on", "usual", OP)
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    yield
+    # Where the interpreter keeps its findings; there is no public name.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "op"),
+    [
+        pytest.param(*it, marks=[] if it == ALWAYS else pytest.mark.sweep)
+        for it in (
+            ALWAYS,
+            *((name, "usual", OP) for name in CASES if name != ALWAYS[0]),
+            *(("decodes", layer, op) for layer in LAYERS for op in (OP, TWO_CORES)),
+        )
+    ],
+    ids=lambda value: value.chip if isinstance(value, TpuDelta) else value,
+)
+def test_cases(name, layer, op):
+    assert error(op, name, LAYERS[layer]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        # Skipped ones come first, between others and last; 4 is no slot.
+        (4, 4, 2, 4, 0, 4),
+        pytest.param((4,) * 6, marks=pytest.mark.sweep),
+    ],
+)
+def test_rows_without_a_slot_change_no_state(slots):
+    layer, num_rows, num_slots = LAYERS["by channel"], 6, 4
+    random = np.random.default_rng(0)
+    shape = (num_slots, layer.num_heads, layer.key_size, layer.value_size)
+    state = jnp.asarray(random.normal(size=shape), jnp.float32)
+    operands = draw(layer, random, num_rows)
+    batch = RaggedBatch(
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        context_lens=jnp.full(num_rows, 9),
+        block_tables=jnp.zeros((num_rows, 0), jnp.int32),
+        num_decodes=jnp.int32(num_rows - 1),
+        block_size=1,
+        decode_only=True,
+    )
+    rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
+    (out, after), (right, expected) = (
+        jax.jit(op)(*map(jnp.asarray, operands), state, rows) for op in (OP, XlaDelta(at_once=8))
+    )
+    its = [row for row in range(num_rows - 1) if slots[row] < num_slots]
+    np.testing.assert_allclose(out[jnp.array(its, int)], right[jnp.array(its, int)], atol=1e-5)
+    np.testing.assert_allclose(after, expected, atol=1e-5)
+    assert np.isfinite(out).all()
+    others = [slot for slot in range(num_slots) if slot not in slots]
+    np.testing.assert_array_equal(after[jnp.array(others)], state[jnp.array(others)])
