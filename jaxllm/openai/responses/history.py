@@ -126,6 +126,8 @@ def _call(item: Mapping[str, Any], where: str) -> _Message:
     name = item["name"]
     if (namespace := item.get("namespace")) is not None:
         _check_text(namespace, f"{where}.namespace")
+        if not namespace:
+            raise refused(f"{where}.namespace", namespace, "a namespace has a name")
         name = joined(namespace, name)
     function = {"name": name, "arguments": item["arguments"] or "{}"}
     return {"id": item["call_id"], "type": "function", "function": function}

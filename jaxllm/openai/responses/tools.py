@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxllm.errors import refused
+from jaxllm.openai.tools import MAX_TOOLS
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -24,7 +25,11 @@ class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 def chat_tools(tools: Sequence[ResponsesTool] | None) -> list[dict[str, Any]] | None:
-    """The functions as a chat request has them."""
+    """The functions as a chat request has them. What follows looks at each of them, so that there
+    must not be too many."""
+    count = len(places_of(tools))
+    if count > MAX_TOOLS:
+        raise refused("tools", f"{count} tools", f"give 1 to {MAX_TOOLS}, or leave it out")
     found: list[dict[str, Any]] = []
     for place, tool in enumerate(tools or ()):
         where = f"tools[{place}]"
@@ -101,8 +106,8 @@ def _function(tool: ResponsesTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         why = "only functions of the client are supported; nothing here runs this tool"
         raise refused(f"{where}.type", tool.type, why)
-    if tool.name is None:
-        raise refused(f"{where}.name", None, "a function has a name")
+    if not tool.name:
+        raise refused(f"{where}.name", tool.name, "a function has a name")
     if tool.tools is not None:
         raise refused(f"{where}.tools", tool.tools, "only a namespace has functions")
     fields = ("name", "description", "parameters", "strict")
@@ -114,7 +119,9 @@ def _check_names(found: Sequence[dict[str, Any]], tools: Sequence[ResponsesTool]
     """A call must say whose function it is: where namespaces are, no name may stand twice."""
     if all(tool.type != "namespace" for tool in tools):
         return
-    names = [one["function"]["name"] for one in found]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    seen: set[str] = set()
+    for one in found:
+        name = one["function"]["name"]
+        if name in seen:
             raise refused("tools", name, "two functions have this name, namespaces included")
+        seen.add(name)

@@ -58,11 +58,17 @@ export class Chat {
       log.showError(error.message);
       return;
     }
-    const said = { text, images: this.#images.take() };
     input.value = "";
     const running = new AbortController();
     this.#running = running;
     this.#showState();
+    const said = { text, images: await this.#images.take() };
+    if (this.#running !== running) return;
+    if (!text && !said.images.length) {
+      this.#running = null; // there was none that could be read
+      this.#showState();
+      return;
+    }
     const shown = log.showSaid(said);
     const view = new log.AnswerView();
     const answer = new Answer();

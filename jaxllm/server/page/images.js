@@ -7,6 +7,8 @@ const input = byId("image-files");
 
 export class Images {
   #urls = []; // of data, so that nothing else is needed to send them
+  #numReading = 0; // files that are still being read
+  #read = Promise.resolve(); // when they are
 
   constructor(showError) {
     byId("attach").addEventListener("click", () => input.click());
@@ -32,11 +34,12 @@ export class Images {
   }
 
   get any() {
-    return this.#urls.length > 0;
+    return this.#urls.length + this.#numReading > 0;
   }
 
-  // The images, which are no longer here then.
-  take() {
+  // The images, once all are read. They are no longer here then.
+  async take() {
+    await this.#read;
     const urls = this.#urls;
     this.#urls = [];
     list.replaceChildren();
@@ -45,11 +48,19 @@ export class Images {
 
   // Images that could not be sent come back, before what has been added since.
   giveBack(urls) {
-    const added = this.take();
+    const added = this.#urls;
+    this.#urls = [];
+    list.replaceChildren();
     [...urls, ...added].forEach((url) => this.#show(url));
   }
 
-  async #add(files, showError) {
+  // One file is read after another, so that they stay in their order.
+  #add(files, showError) {
+    this.#numReading += files.length;
+    this.#read = this.#read.then(() => this.#readAll(files, showError));
+  }
+
+  async #readAll(files, showError) {
     for (const file of files) {
       if (!file.type.startsWith("image/")) {
         showError(`${file.name} is no image.`);
@@ -61,6 +72,7 @@ export class Images {
         showError(`${file.name} cannot be read.`);
       }
     }
+    this.#numReading -= files.length;
   }
 
   #show(url) {

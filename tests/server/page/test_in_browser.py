@@ -271,6 +271,26 @@ def test_images_are_pasted_dropped_or_chosen_and_sent(client, open_page):
     assert second["content"] == "And now?"
 
 
+def test_a_message_waits_for_its_image(client, open_page):
+    """Which is still being read when it is sent."""
+    page = open_page(client)
+    asked = fulfill_with(page, {"content": "A dot."})
+    page.fill("#message", "Hello")
+    page.evaluate(
+        """(args) => {
+          const read = FileReader.prototype.readAsDataURL;
+          FileReader.prototype.readAsDataURL = function (file) {
+            setTimeout(() => read.call(this, file), 300);
+          };
+          (BRING)(args);
+          document.getElementById("send").click();
+        }""".replace("BRING", BRING),
+        ["paste", "#message", base64.b64encode(DOT).decode()],
+    )
+    assert shown_answer(page) == "A dot."
+    assert [part["type"] for part in asked[0]["messages"][0]["content"]] == ["image_url", "text"]
+
+
 def test_an_image_that_the_model_cannot_see_is_not_lost(client, open_page):
     page = open_page(client, expected="400")
     page.set_input_files("#image-files", {"name": "a.gif", "mimeType": "image/gif", "buffer": DOT})
