@@ -63,7 +63,7 @@ class InputProcessor:
         self._reader = PromptReader(config, info, tokenizer)
         self._seeds = random.Random(config.model.seed)  # for requests without a seed
         self.adapters = AdapterCatalog(info.adapters)
-        self.images = Images(config, info.images, tokenizer)
+        self.images = Images(config, info.images, tokenizer, info.max_model_len)
         self._forms = AnswerForms(config, info, tokenizer)
         self._transfers = Transfers(config, info.hand_over)
         self._logits_processors = load_logits_processors(config.model.logits_processors, config)

@@ -60,8 +60,15 @@ def has_images(prompt: object) -> bool:
 class Images:
     """Loads and places the images of one engine's requests. Thread-safe."""
 
-    def __init__(self, config: EngineConfig, spec: ImageSpec | None, encoder: Encoder | None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ImageSpec | None,
+        encoder: Encoder | None,
+        max_model_len: int,
+    ):
         self._config = config.media
+        self._max_tokens = max_model_len
         self._spec = spec
         self._encoder = encoder
         self._decoder = None if spec is None else DecodeProcess(spec)
@@ -83,7 +90,7 @@ class Images:
             self._check_number(len(images))
             _check_uuids(prompt.get(UUIDS), len(images))
             names = _names(images)
-            given = Loaded(map(self._patches, names, images))
+            given = self._decoded(names, images)
         others = {key: value for key, value in prompt.items() if key not in KEYS}
         return others | {DATA: {"image": given}} if given else others
 
@@ -189,7 +196,14 @@ class Images:
         if not isinstance(text, str) or mark not in text:
             return {}
         changed: dict[str, Any] = {"prompt": text.replace(mark, written)}
-        if isinstance(ids, list) and self._encoder is not None:
+        if not isinstance(ids, list) or self._encoder is None:
+            return changed
+        if mark == self._spec.image_token:  # and what is put around it are tokens, too
+            of_image = self._encoder.encode(written, add_special_tokens=False)
+            soft = [self._spec.image_token_id]
+            of_text = [new for its in ids for new in (of_image if [its] == soft else [its])]
+            changed["prompt_token_ids"] = of_text
+        else:
             for adds in (False, True):  # a chat template may have written the special tokens
                 if self._encoder.encode(text, add_special_tokens=adds) == ids:
                     of_text = self._encoder.encode(changed["prompt"], add_special_tokens=adds)
@@ -214,6 +228,23 @@ class Images:
                 f"a prompt may have {self._spec.max_images}; start the engine with a greater "
                 "limit_mm_per_prompt",
             )
+
+    def _decoded(self, names: Sequence[str], images: Sequence[Any]) -> Loaded:
+        """Decode images while their tokens have room in a prompt: a small file may become large."""
+        found, num_tokens = [], 0
+        for name, image in zip(names, images, strict=True):
+            patches = self._patches(name, image)
+            assert self._spec is not None, "images are allowed"
+            num_tokens += patches.rows * patches.columns // self._spec.patches_per_token
+            if num_tokens >= self._max_tokens:
+                raise refused(
+                    DATA,
+                    counted(len(images), "image"),
+                    f"the first {len(found) + 1} of them have {num_tokens} tokens, and "
+                    f"max_model_len={self._max_tokens}",
+                )
+            found.append(patches)
+        return Loaded(found)
 
     def _patches(self, name: str, given: Any) -> Patches:
         spec, decoder = self._spec, self._decoder

@@ -371,6 +371,9 @@ def _normalisation(
     if normalises not in (None, True, False):
         raise CheckpointError(f"{_FILE}: do_normalize={shown(normalises)} must be true or false")
     if usual if normalises is None else normalises:
+        mean = fields.get("image_mean")
+        if mean == [0, 0, 0]:
+            return (0.0, 0.0, 0.0), _numbers(fields, "image_std")
         return _numbers(fields, "image_mean"), _numbers(fields, "image_std")
     return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 

@@ -75,12 +75,20 @@ def beside_vision_tower(
 
 
 def beside_embed_vision(names: CheckpointMap, tower: TowerSpec) -> CheckpointMap:
-    """The map of Gemma 4's decoder beside the tower for images; that for sound is not loaded."""
-    modules = {name: f"model.{name}" for name in ("vision_tower", "embed_vision")}
-    inside = tower.names(CheckpointMap()).with_names(**modules)
-    names = names.with_names(model="model.language_model")
-    names = names.ignoring(r"model\.(audio_\w+|embed_audio)\..*")
-    return dataclasses.replace(names, parts={"tower": inside})
+    """The map of Gemma 4's decoder beside the tower for images; that for sound is not loaded.
+    Releases have all inside `model`; others have the decoder's parts as older models."""
+    layouts = []
+    for before, decoder in (
+        ("model.", {"model": "model.language_model"}),
+        ("", {"model": "language_model.model", "lm_head": "language_model.lm_head"}),
+    ):
+        modules = {name: before + name for name in ("vision_tower", "embed_vision")}
+        inside = tower.names(CheckpointMap()).with_names(**modules)
+        for its in _layouts(names):
+            layout = its.with_names(**decoder).ignoring(rf"{before}(audio_\w+|embed_audio)\..*")
+            layouts.append(dataclasses.replace(layout, parts={"tower": inside}))
+    first, *others = layouts
+    return dataclasses.replace(first, others=tuple(others))
 
 
 def _layouts(names: CheckpointMap) -> list[CheckpointMap]:

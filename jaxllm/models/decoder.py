@@ -40,12 +40,8 @@ class DecoderForCausalLM(nnx.Module):
         self.pooling_head: PoolingHead | None = (
             None if head is None else head.make(architecture.hidden_size, dtype=dtype)
         )
-        tower = architecture.tower
-        self.tower = (
-            None
-            if tower is None
-            else tower.make(architecture.hidden_size, num_shards=num_shards, dtype=dtype)
-        )
+        self.cuts_tower = architecture.cuts_tower(num_shards)
+        self.tower = _tower(architecture, num_shards if self.cuts_tower else 1, dtype)
         # A tied embedding serves as the head, so that there is one array and one leaf.
         self.lm_head = (
             None
@@ -333,6 +329,17 @@ def _embedding(
         num_shards=num_shards,
         dtype=dtype,
     )
+
+
+def _tower(architecture: Architecture, num_shards: int, dtype: DTypeLike) -> Any:
+    if architecture.tower is None:
+        return None
+    tower = architecture.tower.make(architecture.hidden_size, num_shards=num_shards, dtype=dtype)
+    if num_shards == 1:  # also where the decoder is cut, and the tower cannot be
+        for _, parameter in nnx.iter_graph(tower):
+            if isinstance(parameter, nnx.Param):
+                parameter.set_metadata(axes=())
+    return tower
 
 
 def _layer(

@@ -164,7 +164,7 @@ AROUND_DECODER: dict[str, str] = dict.fromkeys(
         "multimodal_projector_bias",
         "projector_hidden_act",
     ),
-    "describes what comes before the decoder; prompts are text",
+    "describes what comes before the decoder; a tower that is loaded reads what it needs",
 )
 
 # Likewise, of Qwen's, whose decoders may lie beside their towers.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from jax.typing import DTypeLike
 
+from jaxllm.errors import ValidationError
 from jaxllm.layers.context import Cache, StepContext
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.norm import NormSpec
@@ -181,5 +182,12 @@ class Architecture:
         """Raise ValidationError if the model cannot be cut into so many equal shards."""
         for layer in dict.fromkeys(self.layers):
             layer.check(num_shards)
-        if self.tower is not None:
-            self.tower.check(num_shards)
+
+    def cuts_tower(self, num_shards: int) -> bool:
+        """Whether the tower can be cut as well; otherwise every device computes all of it."""
+        try:
+            if self.tower is not None:
+                self.tower.check(num_shards)
+        except ValidationError:
+            return False
+        return True

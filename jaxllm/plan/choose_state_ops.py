@@ -53,6 +53,7 @@ def choose_state_ops(
     load: dict[str, Callable[[], Any]] = {}
     if chip.platform == "tpu" and not kinds.isdisjoint(_DELTA):
         load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
+        logger.warning("convolutions of recurrent layers: XLA's, since %s has no kernel", chip.name)
     elif chip.platform != "cpu":
         logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already

@@ -64,6 +64,13 @@ def with_images(
         )
         return dataclasses.replace(architecture, tower=None), None
     _check(config, spec)
+    num_shards = config.parallel.tensor_parallel_size
+    if not architecture.cuts_tower(num_shards):
+        logger.warning(
+            "the tower for images is computed whole on each of %d devices, since its heads or its "
+            "MLP cannot be cut into so many equal parts",
+            num_shards,
+        )
     return architecture, spec
 
 

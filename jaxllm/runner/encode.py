@@ -35,7 +35,9 @@ def make_encode(
         with jax.named_scope("images"):
             its = layout.unpack(numbers, pixels)
             made = Images(its.pixels, its.places, its.starts)
-            embedded = merge(weights).tower(made, images.ops, stage.mesh)
+            model = merge(weights)
+            mesh = stage.mesh if model.cuts_tower else None
+            embedded = model.tower(made, images.ops, mesh)
             assert state.given is not None
             pool = state.given.at[its.rows].set(embedded.astype(plan.dtype), mode="drop")
         return dataclasses.replace(state, given=pool)

@@ -1,6 +1,7 @@
 """Prompts with images for Gemma 4, whose images keep their ratio. In large models the tokens of an
 image see each other, in the layers with a window."""
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
+from jaxllm.models.architecture import read_architecture
 from tests.media.models import OPTIONS, make_gemma4, picture
 from tests.media.test_engine import answers, assert_equal
 
@@ -139,6 +141,39 @@ def test_a_mark_in_a_text_becomes_what_the_processor_writes(llm):
     (output,) = llm.generate([prompt(PICTURES[0])], PARAMS, use_tqdm=False)
     written = f"Look: <|image>{MARK * 64}<image|> What is it?"
     assert output.prompt_token_ids == llm.get_tokenizer().encode(written)
+
+
+def test_every_field_of_the_class_is_known(model):
+    """And those of releases, whose rotation has an older name."""
+    from transformers import CONFIG_MAPPING
+
+    config = read_json(model / "config.json")
+    written = CONFIG_MAPPING["gemma4"](**json.loads(json.dumps(config))).to_dict()
+    written["architectures"] = config["architectures"]
+    written["vision_config"] |= {
+        "default_output_length": 70,
+        "global_head_dim": 16,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    }
+    seeing, blind = (read_architecture(written, sees_images=its) for its in (True, False))
+    assert seeing.tower == read_architecture(config, sees_images=True).tower
+    assert blind.tower is None
+
+
+def test_ids_of_a_chat_get_what_its_text_gets(llm):
+    text = f"Look: {MARK} What?"
+    ids = llm.get_tokenizer().encode(text)
+    given = prompt(PICTURES[0], text=text) | {"prompt_token_ids": ids}
+    (output,) = llm.generate([given], PARAMS, use_tqdm=False)
+    written = text.replace(MARK, f"<|image>{MARK * 64}<image|>")
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(written)
+
+
+def test_images_are_refused_as_soon_as_a_prompt_has_no_room_for_them(llm):
+    """A few bytes of a file become a whole image."""
+    pictures = [picture(4, 3)] * 64
+    with pytest.raises(ValidationError, match=r"the first 5 of them have \d+ tokens.*=256"):
+        llm.generate([prompt(*pictures, text=MARK * 64)], PARAMS, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

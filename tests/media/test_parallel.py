@@ -74,9 +74,11 @@ def test_answers_of_gemma_4_do_not_either(tmp_path):
 
 
 @pytest.mark.sweep
-def test_answers_of_internvl_do_not_either(tmp_path):
-    """With a norm over the heads of all devices, in its tower."""
-    model = make_internvl(tmp_path, vision={"use_qk_norm": True, "norm_type": "rms_norm"})
+@pytest.mark.parametrize("num_heads", [2, 3])
+def test_answers_of_internvl_do_not_either(tmp_path, num_heads):
+    """With a norm over the heads of all devices, in its tower, or one that cannot be cut."""
+    vision = {"use_qk_norm": True, "norm_type": "rms_norm", "num_attention_heads": num_heads}
+    model = make_internvl(tmp_path, vision=vision)
     one = compare(model, "tensor_parallel_size", "<IMG_CONTEXT>")
     assert one[0][0] == one[2][0] and one[0] != one[1]
 

@@ -66,6 +66,7 @@ SIZES = {
     "Gemma 2 9B": 9.24,
     "Gemma 3 1B": 1.00,
     "Gemma 3 27B": 27.01,
+    "Gemma 4 31B": 30.70,
     "OLMo 7B": 6.89,
     "OLMo 2 7B": 7.30,
     "OLMo 3 7B": 7.30,

@@ -165,7 +165,7 @@ def _at_index(given: Any, index: int) -> Mapping[str, Any]:
 
 def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpec | None:
     size = config.integer("hidden_size_per_layer_input", lowest=0)
-    rows = config.integer("vocab_size_per_layer_input")
+    rows, pad = config.integer("vocab_size_per_layer_input"), config.get("pad_token_id")
     if size == 0:
         return None
     vocab_size = config.integer("vocab_size")
@@ -180,7 +180,7 @@ def _read_per_layer_input(config: HFConfig, activation: str) -> PerLayerInputSpe
         vocab_size=rows,
         norm=_read_norm(config),
         activation=activation,
-        of_given=config.integer("pad_token_id", 0, lowest=0),
+        of_given=pad if isinstance(pad, int) else 0,
     )
 
 
@@ -229,7 +229,7 @@ def _check_heads(layers: list[LayerSpec]) -> None:
 
 
 def _refuse_unsupported(config: HFConfig) -> None:
-    # Only images see each other with "vision", and prompts are text.
+    # Only the tokens of images see each other with "vision": the tower reads the word.
     direction = config.get("use_bidirectional_attention")
     if direction not in (None, False, "vision"):
         raise UnsupportedModelError(
@@ -330,6 +330,10 @@ FAMILY = Family(
     # Nothing else makes scores small.
     tiny_gains={"k_norm": 0.2, "proj": 16.0},
     harmless=AROUND_DECODER
+    | {
+        "default_output_length": "the processor says how many tokens an image has",
+        "max_position_embeddings": "of a tower; the decoder reads its own",
+    }
     | {
         field: "describes experts, which a model has only with enable_moe_block"
         for field in ("num_experts", "top_k_experts", "moe_intermediate_size")

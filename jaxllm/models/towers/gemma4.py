@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllm.errors import UnsupportedModelError
+from jaxllm.errors import CheckpointError, UnsupportedModelError
 from jaxllm.layers.activation import ACTIVATIONS
 from jaxllm.layers.context import StepContext
 from jaxllm.layers.linear import Linear
@@ -80,6 +80,7 @@ def read(config: HFConfig, architecture: Architecture) -> Gemma4TowerSpec:
     size, num_heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
     head_size, num_places = vision.integer("head_dim"), vision.integer("position_embedding_size")
     merge = vision.integer("pooling_kernel_size")
+    vision.must_be("global_head_dim", head_size)  # no layer differs from the others
     if head_size % 4 or num_places < _MOST_TOKENS * merge:
         raise UnsupportedModelError(
             f"config.json: head_dim={head_size} and position_embedding_size={num_places} in "
@@ -87,9 +88,10 @@ def read(config: HFConfig, architecture: Architecture) -> Gemma4TowerSpec:
             f"{_MOST_TOKENS} * pooling_kernel_size"
         )
     rope = vision.inside("rope_parameters") if vision.get("rope_parameters") else vision
-    rope.must_be("rope_type", "axial")
+    rope.must_be("rope_type", "axial", "default")  # two words for one rotation
     norm = RMSNormSpec(eps=vision.positive("rms_norm_eps", 1e-6), rounds_first=False)
     text = config.inside("text_config")
+    _check_given(architecture)
     return Gemma4TowerSpec(
         patch_size=vision.integer("patch_size"),
         merge=merge,
@@ -116,6 +118,16 @@ def read(config: HFConfig, architecture: Architecture) -> Gemma4TowerSpec:
         is_bounded=vision.flag("use_clipped_linears"),
         is_standardised=vision.flag("standardize"),
     )
+
+
+def _check_given(architecture: Architecture) -> None:
+    """Refuse an id of padding that is no token: layers' own inputs of images are those of it."""
+    spec = architecture.per_layer_input
+    if spec is not None and not 0 <= spec.of_given < architecture.vocab_size:
+        raise CheckpointError(
+            f"config.json: pad_token_id={spec.of_given} must be below "
+            f"vocab_size={architecture.vocab_size}, since images have its inputs of layers"
+        )
 
 
 # Of the class in transformers.
