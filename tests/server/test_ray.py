@@ -414,9 +414,9 @@ class Asked:
         metadata: Any = SimpleNamespace(internal_request_id=name)
         return PendingRequest([Work(Add.of([one]))], {}, metadata)
 
-    async def ranked(self, pending):
+    async def ranked(self, pending, most=7):
         replicas: Any = [
-            SimpleNamespace(replica_id=one, max_ongoing_requests=7) for one in self.ids
+            SimpleNamespace(replica_id=one, max_ongoing_requests=most) for one in self.ids
         ]
         return await self.router.choose_replicas(replicas, pending)
 
@@ -441,6 +441,9 @@ def test_prompts_leave_room_for_orders_in_a_replica(loop):
         assert len(found) == num
         assert pending.routing_context.should_backoff == (num == 2)
         assert {one.max_ongoing_requests for some in found for one in some} == {most}
+    # A config of Serve's own leaves room for orders alone. Then prompts have one of their places.
+    ((few,), _) = loop.run(asked.ranked(asked.pending("3"), most=1))
+    assert few.max_ongoing_requests == 1
 
 
 def test_a_request_that_left_before_it_had_a_replica_is_no_work(loop):
@@ -501,8 +504,9 @@ def on_a_cluster(directory, *parts):
 def test_replicas_and_nodes_may_be_lost(tmp_path):
     """The checks of each answer are in the other process."""
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path / "model", "disconnect", "busy", "several", "lose")
+    found = on_a_cluster(tmp_path / "model", "disconnect", "busy", "lists", "several", "lose")
     assert found["disconnect"]["generated"] < found["disconnect"]["asked"] / 3
+    assert found["lists"]["together"] == [found["lists"]["alone"]] * 4
     answers = found["several"]["answers"]
     assert {name: one[0] for name, one in answers.items()} == {
         "first": "first", "second": "second", "adapter": "adapter", "other": 404,
