@@ -116,6 +116,28 @@ def test_each_of_several_models_has_its_own_options():
     assert asked.fleet.num_frontends == 2
 
 
+def test_options_of_a_model_among_several_are_read_as_those_of_one_alone():
+    texts = {"model": "a", "served_model_name": "qwen", "max_model_len": "4096"}
+    (several,) = read_models(typed({"models": [texts]})).models
+    alone = read(typed(texts))
+    assert several.names == alone.server.served_model_name == ("qwen",)
+    assert several.asked.engine == alone.engine == {"model": "a", "max_model_len": 4096}
+    with pytest.raises(ValidationError, match=r"models\[0\]='a': it must be an object"):
+        read_models(typed({"models": ["a"]}))
+
+
+def test_a_field_of_autoscaling_that_nobody_reads_is_refused():
+    pytest.importorskip("ray.serve")
+    from jaxllm.server.ray import build
+    from jaxllm.server.ray.application import _scaling
+
+    with pytest.raises(ValidationError, match="autoscaling_config.max_replica=3: its fields are"):
+        build(model="m", autoscaling_config={"max_replica": 3})
+    given = {"max_replicas": 3, "target_kv_cache_usage": None}
+    assert _scaling(given) == {"max_replicas": 3}
+    assert _scaling(given | {"target_kv_cache_usage": 0.5})["policy"]
+
+
 def test_options_are_read_from_texts():
     asked = read(
         typed(
@@ -346,6 +368,7 @@ def test_a_request_finds_its_model_among_several(options, loop, handle, monkeypa
                 body = {"prompt": "Hi", "max_tokens": 2, "model": name}
                 found[name] = await client.post("/v1/completions", json=body)
             found["anthropic"] = await client.post("/v1/messages", json={"model": "e"})
+            found["batch"] = await client.post("/v1/batches", json={"input_file_id": "f"})
             found["no json"] = await client.post(
                 "/v1/completions", content=b"{", headers={"Content-Type": "application/json"}
             )
@@ -361,7 +384,8 @@ def test_a_request_finds_its_model_among_several(options, loop, handle, monkeypa
     found = loop.run(asyncio.wait_for(ask_all(), 120))
     assert {name: one.status_code for name, one in found.items()} == {
         "a": 200, "b": 200, "c": 200, "d": 503, "e": 404, None: 400, 5: 400, "anthropic": 404,
-        "no json": 400, "pooling": 404, "no key": 401, "/v1/models": 200, "/v1/models/c": 200,
+        "batch": 404, "no json": 400, "pooling": 404, "no key": 401,
+        "/v1/models": 200, "/v1/models/c": 200,
         "/v1/models/e": 404, "/metrics": 200, "/ready": 503, "/health": 200, "/load": 200,
         "/openapi.json": 200, "/version": 200,
     }  # fmt: skip
