@@ -74,10 +74,14 @@ def models_of(monkeypatch, *entries, **options):
 
 def test_the_frontend_tells_that_a_model_failed_to_start(monkeypatch):
     async def check():
-        (_, late), models = models_of(monkeypatch, {"model": "a"}, {"model": "b"})
+        (_, late, invalid), models = models_of(monkeypatch, *({"model": one} for one in "abc"))
+        invalid.error = ValidationError("no such template")
         await models.check_health()
         await models.start()
         await models.check_health()
+        invalid.may_start.set()
+        await asyncio.wait(models._starting[::2])
+        await models.check_health()  # another frontend would refuse this, too
         late.error = OSError("no tokenizer")
         late.may_start.set()
         await asyncio.wait(models._starting)

@@ -149,10 +149,12 @@ class Models:
             one.add_done_callback(_report)
 
     async def check_health(self) -> None:
-        """Raise the error of a model that cannot be served, or whose engines are not reached."""
+        """Raise the error of a model that another frontend may be able to serve. Another one would
+        refuse an invalid option again, and then serve no model at all."""
         for one in self._starting:
-            if one.done() and not one.cancelled():
-                one.result()
+            error = one.exception() if one.done() and not one.cancelled() else None
+            if error is not None and not isinstance(error, ValidationError):
+                raise error
         for one in self._services():
             await one.engine.check_health()
 
