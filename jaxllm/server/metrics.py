@@ -76,8 +76,8 @@ class ServerMetrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
-        self._refused = refused
         self.registry.register(self)
+        self.registry.register(Refusals(prefix, model, refused))
 
     @contextlib.contextmanager
     def watching(self, engine: AsyncLLMEngine) -> Iterator[None]:
@@ -167,14 +167,6 @@ class ServerMetrics:
                 one = histograms[name]
                 family.add_metric((self._model, str(replica)), one.buckets(), one.sum)
             yield family
-        refused = CounterMetricFamily(
-            f"{self._prefix}:admission_rejections",
-            "Requests that were refused because too many were under way.",
-            labels=("model_name", "reason"),
-        )
-        for reason, num in self._refused.items():
-            refused.add_metric((self._model, reason), num)
-        yield refused
 
     def expose(self, of_engine: Sequence[Metric], reports: Sequence[bytes] = ()) -> bytes:
         """Format the page: the engine's metrics, which the caller has just read, and the server's,
@@ -184,6 +176,23 @@ class ServerMetrics:
     def report(self) -> bytes:
         """Encode this frontend's counts for another frontend's page."""
         return report(self.registry.collect())
+
+
+class Refusals(Collector):
+    """Exports the counts of an `Admission`, which another object updates."""
+
+    def __init__(self, prefix: str, model: str, refused: Mapping[str, int]):
+        self._prefix, self._model, self._refused = prefix, model, refused
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            f"{self._prefix}:admission_rejections",
+            "Requests that were refused because too many were under way.",
+            labels=("model_name", "reason"),
+        )
+        for reason, num in self._refused.items():
+            family.add_metric((self._model, reason), num)
+        yield family
 
 
 def page(families: Iterable[Metric]) -> bytes:

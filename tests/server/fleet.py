@@ -286,6 +286,22 @@ async def busy(fleet: Fleet) -> dict[str, Any]:
         return {"answers_s": await answers, "figures_s": figures}
 
 
+async def lists(fleet: Fleet) -> dict[str, Any]:
+    """Several prompts in one request, and the same prompts one by one."""
+    fleet.start(num_replicas=2)
+    prompts = [f"Number {i}" for i in range(9)]
+    body: dict[str, Any] = {"max_tokens": 9, "temperature": 0, "ignore_eos": True}
+
+    async def texts(client: httpx.AsyncClient, prompt: Any) -> list[str]:
+        response = await client.post(f"{fleet.url}/v1/completions", json=body | {"prompt": prompt})
+        return [one["text"] for one in response.raise_for_status().json()["choices"]]
+
+    async with httpx.AsyncClient(timeout=60) as client:
+        alone = [(await texts(client, one))[0] for one in prompts]
+        together = await asyncio.gather(*(texts(client, prompts) for _ in range(4)))
+        return {"alone": alone, "together": together}
+
+
 async def several(fleet: Fleet) -> dict[str, Any]:
     """Two models, of which one has an adapter, behind one server."""
     adapter = make_tiny_adapter(Path(fleet.model).with_name("adapter"), fleet.model)
@@ -383,6 +399,7 @@ PARTS = {
     ),
     "disconnect": disconnect,
     "busy": busy,
+    "lists": lists,
     "several": several,
     "prefix": lambda fleet: routed(fleet, "prefix"),
     "random": lambda fleet: routed(fleet, "random"),

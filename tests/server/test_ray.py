@@ -116,6 +116,28 @@ def test_each_of_several_models_has_its_own_options():
     assert asked.fleet.num_frontends == 2
 
 
+def test_options_of_a_model_among_several_are_read_as_those_of_one_alone():
+    texts = {"model": "a", "served_model_name": "qwen", "max_model_len": "4096"}
+    (several,) = read_models(typed({"models": [texts]})).models
+    alone = read(typed(texts))
+    assert several.names == alone.server.served_model_name == ("qwen",)
+    assert several.asked.engine == alone.engine == {"model": "a", "max_model_len": 4096}
+    with pytest.raises(ValidationError, match=r"models\[0\]='a': it must be an object"):
+        read_models(typed({"models": ["a"]}))
+
+
+def test_a_field_of_autoscaling_that_nobody_reads_is_refused():
+    pytest.importorskip("ray.serve")
+    from jaxllm.server.ray import build
+    from jaxllm.server.ray.application import _scaling
+
+    with pytest.raises(ValidationError, match="autoscaling_config.max_replica=3: its fields are"):
+        build(model="m", autoscaling_config={"max_replica": 3})
+    given = {"max_replicas": 3, "target_kv_cache_usage": None}
+    assert _scaling(given) == {"max_replicas": 3}
+    assert _scaling(given | {"target_kv_cache_usage": 0.5})["policy"]
+
+
 def test_options_are_read_from_texts():
     asked = read(
         typed(
@@ -346,6 +368,7 @@ def test_a_request_finds_its_model_among_several(options, loop, handle, monkeypa
                 body = {"prompt": "Hi", "max_tokens": 2, "model": name}
                 found[name] = await client.post("/v1/completions", json=body)
             found["anthropic"] = await client.post("/v1/messages", json={"model": "e"})
+            found["batch"] = await client.post("/v1/batches", json={"input_file_id": "f"})
             found["no json"] = await client.post(
                 "/v1/completions", content=b"{", headers={"Content-Type": "application/json"}
             )
@@ -361,7 +384,8 @@ def test_a_request_finds_its_model_among_several(options, loop, handle, monkeypa
     found = loop.run(asyncio.wait_for(ask_all(), 120))
     assert {name: one.status_code for name, one in found.items()} == {
         "a": 200, "b": 200, "c": 200, "d": 503, "e": 404, None: 400, 5: 400, "anthropic": 404,
-        "no json": 400, "pooling": 404, "no key": 401, "/v1/models": 200, "/v1/models/c": 200,
+        "batch": 404, "no json": 400, "pooling": 404, "no key": 401,
+        "/v1/models": 200, "/v1/models/c": 200,
         "/v1/models/e": 404, "/metrics": 200, "/ready": 503, "/health": 200, "/load": 200,
         "/openapi.json": 200, "/version": 200,
     }  # fmt: skip
@@ -414,9 +438,9 @@ class Asked:
         metadata: Any = SimpleNamespace(internal_request_id=name)
         return PendingRequest([Work(Add.of([one]))], {}, metadata)
 
-    async def ranked(self, pending):
+    async def ranked(self, pending, most=7):
         replicas: Any = [
-            SimpleNamespace(replica_id=one, max_ongoing_requests=7) for one in self.ids
+            SimpleNamespace(replica_id=one, max_ongoing_requests=most) for one in self.ids
         ]
         return await self.router.choose_replicas(replicas, pending)
 
@@ -441,6 +465,9 @@ def test_prompts_leave_room_for_orders_in_a_replica(loop):
         assert len(found) == num
         assert pending.routing_context.should_backoff == (num == 2)
         assert {one.max_ongoing_requests for some in found for one in some} == {most}
+    # A config of Serve's own leaves room for orders alone. Then prompts have one of their places.
+    ((few,), _) = loop.run(asked.ranked(asked.pending("3"), most=1))
+    assert few.max_ongoing_requests == 1
 
 
 def test_a_request_that_left_before_it_had_a_replica_is_no_work(loop):
@@ -501,8 +528,9 @@ def on_a_cluster(directory, *parts):
 def test_replicas_and_nodes_may_be_lost(tmp_path):
     """The checks of each answer are in the other process."""
     pytest.importorskip("ray.serve")
-    found = on_a_cluster(tmp_path / "model", "disconnect", "busy", "several", "lose")
+    found = on_a_cluster(tmp_path / "model", "disconnect", "busy", "lists", "several", "lose")
     assert found["disconnect"]["generated"] < found["disconnect"]["asked"] / 3
+    assert found["lists"]["together"] == [found["lists"]["alone"]] * 4
     answers = found["several"]["answers"]
     assert {name: one[0] for name, one in answers.items()} == {
         "first": "first", "second": "second", "adapter": "adapter", "other": 404,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.scaling import KV_TARGET, kv_target
-from jaxllm.errors import ValidationError
+from jaxllm.errors import ValidationError, refused
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.ray.frontend import Frontend
 from jaxllm.server.ray.models import read_models
@@ -108,17 +108,25 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
         ),
         "ray_actor_options": fleet.ray_actor_options or {},
     }
-    for name in (
-        "num_replicas",
-        "autoscaling_config",
-        "placement_group_bundles",
-        "placement_group_strategy",
-    ):
+    for name in ("num_replicas", "placement_group_bundles", "placement_group_strategy"):
         if (value := getattr(fleet, name)) is not None:
             options[name] = value
-    if (target := kv_target(fleet.autoscaling_config or {})) is not None:
-        policy = {"policy_function": _POLICY, "policy_kwargs": {KV_TARGET: target}}
-        scaling = dict(fleet.autoscaling_config or {}) | {"policy": policy}
-        del scaling[KV_TARGET]
-        options["autoscaling_config"] = scaling
+    if fleet.autoscaling_config is not None:
+        options["autoscaling_config"] = _scaling(fleet.autoscaling_config)
     return options
+
+
+def _scaling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What Ray Serve gets of an `autoscaling_config`. It would ignore names that it does not
+    know."""
+    from ray.serve.config import AutoscalingConfig
+
+    scaling = dict(given)
+    scaling.pop(KV_TARGET, None)
+    for name, value in scaling.items():
+        if name not in AutoscalingConfig.model_fields:
+            known = ", ".join((*AutoscalingConfig.model_fields, KV_TARGET))
+            raise refused(f"autoscaling_config.{name}", value, f"its fields are {known}")
+    if (target := kv_target(given)) is not None:
+        scaling["policy"] = {"policy_function": _POLICY, "policy_kwargs": {KV_TARGET: target}}
+    return scaling

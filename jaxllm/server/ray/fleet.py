@@ -1,8 +1,10 @@
 """The engines of all replicas as one engine, in a frontend."""
 
 import asyncio
+import contextvars
 import functools
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 import msgspec
 from ray.exceptions import RayError
@@ -28,10 +30,13 @@ from jaxllm.server.ray.work import Work
 
 logger = init_logger(__name__)
 
-# How long a command waits for replicas, some of which may be about to end.
+# How long a command waits for replicas, some of which may be about to end, and how old an earlier
+# answer may be that is returned in its place.
 _CALL_S = 30.0
 # How long the caller waits if there is an earlier answer, and an abort until the next one may go.
 _PATIENCE_S = 2.0
+# How often replicas are told of an abort while one of them fails to answer.
+_MAX_ABORTS = 3
 
 
 class Fleet(FarEngine):
@@ -53,8 +58,8 @@ class Fleet(FarEngine):
         self._prompts: dict[str, _Prompt] = {}  # by the ids of their unfinished requests
         # By command: the calls under way, and the latest answers.
         self._asked: dict[bytes, asyncio.Task[Any]] = {}
-        self._known: dict[bytes, Any] = {}
-        self._to_abort: list[str] = []
+        self._known: dict[bytes, _Known] = {}
+        self._to_abort: list[_ToAbort] = []
         self._aborting: asyncio.Task[None] | None = None
 
     def own(self, requests: list[EngineRequest]) -> None:
@@ -64,7 +69,7 @@ class Fleet(FarEngine):
         if isinstance(message, Add):
             prompt = _Prompt(Work(message))
             self._prompts.update(dict.fromkeys(prompt.unfinished, prompt))
-            prompt.task = asyncio.create_task(self._serve(prompt))
+            prompt.task = _start(self._serve(prompt))
             prompt.task.add_done_callback(self._check)
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
@@ -80,23 +85,26 @@ class Fleet(FarEngine):
 
     async def call(self, command: Command[Any, Answer]) -> Answer:
         """Have the engines of all replicas run a command. Those that are lost have no answer. If
-        one is slow, return the latest answer of all to this command, if there is one."""
+        one is slow, return the latest answer of all to this command, if there is a recent one."""
         command.unite([])  # refuses what is for one engine, before any engine does it
         data = bytes(commands.encode(command))
         asked = self._asked.get(data)
         if asked is None:
-            asked = self._asked[data] = asyncio.create_task(self._ask(command, data))
+            asked = self._asked[data] = _start(self._ask(command, data))
             asked.add_done_callback(functools.partial(self._note_answer, data))
-        await asyncio.wait((asked,), timeout=_PATIENCE_S if data in self._known else None)
-        if asked.done():
-            return asked.result()
-        logger.warning("a replica is slow: these are the figures of before")
-        return self._known[data]
+        known = self._known.get(data)
+        if known is not None and _now() - known.at < _CALL_S:
+            await asyncio.wait((asked,), timeout=_PATIENCE_S)
+            if not asked.done():
+                logger.warning("a replica is slow: these are the figures of before")
+                return known.answer
+        await asyncio.wait((asked,))
+        return asked.result()
 
     def _note_answer(self, data: bytes, asked: "asyncio.Task[Any]") -> None:
         del self._asked[data]
         if not asked.cancelled() and asked.exception() is None:
-            self._known[data] = asked.result()
+            self._known[data] = _Known(asked.result(), _now())
 
     async def _ask(self, command: Command[Any, Answer], data: bytes) -> Answer:
         answers = []
@@ -155,7 +163,7 @@ class Fleet(FarEngine):
                 outputs = self._decoder.decode(data).outputs
                 if prompt.aborted_early:
                     # The replica may not have had the prompt yet when it was told.
-                    self._abort_some(prompt.aborted_early)
+                    self._abort_some(prompt, prompt.aborted_early)
                     prompt.aborted_early = []
                 prompt.has_begun = True
                 for output in outputs:
@@ -181,25 +189,37 @@ class Fleet(FarEngine):
                 prompt.task.cancel()
             else:
                 # The stream goes on for the other samples.
-                self._abort_some(ids)
+                self._abort_some(prompt, ids)
                 if not prompt.has_begun:
                     prompt.aborted_early += ids
 
-    def _abort_some(self, request_ids: list[str]) -> None:
-        self._to_abort += request_ids
+    def _abort_some(self, prompt: "_Prompt", request_ids: list[str]) -> None:
+        self._to_abort += [_ToAbort(one, prompt) for one in request_ids]
         if self._aborting is None:
-            self._aborting = asyncio.create_task(self._tell_aborts())
+            self._aborting = _start(self._tell_aborts())
             self._aborting.add_done_callback(self._check)
 
     async def _tell_aborts(self) -> None:
         """Tell all replicas, of which each knows its requests. What is to be aborted meanwhile is
-        told together, so that many aborts are few messages."""
+        told together, so that many aborts are few messages. If a replica fails to answer, it may
+        be the one that serves the request, so all are told again while the prompt has an answer
+        under way."""
         while self._to_abort:
-            request_ids, self._to_abort = self._to_abort, []
+            told, self._to_abort = self._to_abort, []
+            request_ids = [one.request_id for one in told]
             try:
-                await self._tell("abort", request_ids, within_s=_PATIENCE_S)
+                answers = await self._tell("abort", request_ids, within_s=_PATIENCE_S)
             except EngineDeadError as error:
-                logger.warning("an abort may have reached not all replicas: %s", error)
+                answers = [error]
+            errors = [one for one in answers if isinstance(one, BaseException)]
+            if errors:
+                reason = _first_line(errors[0])
+                logger.warning("an abort may not have reached a replica: %s", reason)
+                self._to_abort += [
+                    one._replace(num_told=one.num_told + 1)
+                    for one in told
+                    if one.prompt.unfinished and one.num_told < _MAX_ABORTS
+                ]
         self._aborting = None
 
     def _put(self, outputs: list[EngineOutput]) -> None:
@@ -219,6 +239,32 @@ class _Prompt:
         self.has_begun = False  # whether an output has been passed on
         self.aborted_early: list[str] = []  # requests of it, before that
         self.task: asyncio.Task[None] | None = None
+
+
+class _ToAbort(NamedTuple):
+    """A request whose prompt has other ones that go on."""
+
+    request_id: str
+    prompt: _Prompt
+    num_told: int = 1
+
+
+class _Known(NamedTuple):
+    """The answer of all replicas to a command."""
+
+    answer: Any
+    at: float  # by `_now`
+
+
+def _start(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Start a task outside the HTTP request from which it is started. Within it, Serve would give
+    all calls of replicas the id of that request. Then its router could not tell the prompts of one
+    request apart, and would cancel what several requests share when the first one ends."""
+    return asyncio.create_task(work, context=contextvars.Context())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _failed(request_id: str, reason: str) -> EngineOutput:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import ValidationError
 from jaxllm.logging import init_logger
+from jaxllm.openai.adapter_resolver import AdapterResolver
 from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.openai.models import ModelList
 from jaxllm.server import status
@@ -32,7 +33,7 @@ from jaxllm.server.endpoint import Endpoint
 from jaxllm.server.endpoints import for_users, offered
 from jaxllm.server.errors import Disconnected, error_response, json_response, respond
 from jaxllm.server.limits import Admission
-from jaxllm.server.metrics import page
+from jaxllm.server.metrics import Refusals, page
 from jaxllm.server.peers import Peers
 from jaxllm.server.ray.frontend import log_stats_of, service_of, within_prefix
 from jaxllm.server.ray.models import AskedModel, read_models
@@ -43,6 +44,8 @@ logger = init_logger(__name__)
 # A frontend serves when all models can be served, or so long after the first one can.
 _PATIENCE_S = 60.0
 _AGAIN_S = 5.0
+# The name of the model in figures of all models together.
+_ALL = ""
 # The event loop looks for the name in a body up to this size, because a thread would cost more.
 _SMALL_BODY = 256 << 10
 
@@ -53,24 +56,21 @@ class Ingress:
     def __init__(self, engines: Sequence[Any], options: Mapping[str, Any]):
         """`engines` has the handle of each model's deployment."""
         asked = read_models(options)
-        self._server = asked.server
-        self._keys = read_keys(asked.server)
+        keys = read_keys(asked.server)
         has_own_seed = asked.fleet.num_frontends > 1
-        self._models = [
-            HostedModel(model, partial(service_of, handle, model.asked, has_own_seed), self._keys)
+        hosted = [
+            HostedModel(model, partial(service_of, handle, model.asked, has_own_seed), keys)
             for model, handle in zip(asked.models, engines, strict=True)
         ]
+        self._models = Models(hosted, asked.server, keys)
 
     async def check_health(self) -> None:
-        """Raise if requests for a model would get no answer any more."""
-        for one in self._models:
-            if one.service is not None:
-                await one.service.engine.check_health()
+        """Raise if a model gets no answers any more, so that Serve replaces the frontend."""
+        await self._models.check_health()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        models = Models(self._models, self._server, self._keys)
-        await models.start()
-        return within_prefix(models.app())
+        await self._models.start()
+        return within_prefix(self._models.app())
 
 
 class HostedModel:
@@ -79,7 +79,8 @@ class HostedModel:
     def __init__(self, asked: AskedModel, make: Callable[[], Awaitable[Service]], keys: Keys):
         self.names = asked.names
         self.service: Service | None = None
-        self.has_resolver = bool(asked.asked.server.lora_resolver_dirs)
+        # It finds adapters of a model that cannot be served yet, too.
+        self.resolver = AdapterResolver(asked.asked.server.lora_resolver_dirs)
         self._make, self._keys = make, keys
         self._routes: dict[tuple[str, tuple[str, ...]], Route] = {}
         self._log: asyncio.Task[None] | None = None
@@ -131,6 +132,8 @@ class Models:
         self._starting: list[asyncio.Task[None]] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self.admission = Admission(None, None, options.max_queued_bytes, Peers.none())
+        refused = self.admission.num_refused
+        self._registry.register(Refusals(options.metrics_prefix, _ALL, refused))
         self.client_timeout = options.client_timeout
 
     async def start(self) -> None:
@@ -144,6 +147,16 @@ class Models:
             one.result()  # raises if there is something wrong that waiting does not mend
         for one in pending:
             one.add_done_callback(_report)
+
+    async def check_health(self) -> None:
+        """Raise the error of a model that another frontend may be able to serve. Another one would
+        refuse an invalid option again, and then serve no model at all."""
+        for one in self._starting:
+            error = one.exception() if one.done() and not one.cancelled() else None
+            if error is not None and not isinstance(error, ValidationError):
+                raise error
+        for one in self._services():
+            await one.engine.check_health()
 
     def app(self) -> Starlette:
         endpoints = for_users(self._options, pools=True)
@@ -182,19 +195,25 @@ class Models:
         return next((one for one in ready if one.has(endpoint)), ready[0])
 
     def _resolved(self, name: str) -> HostedModel | None:
-        for one in self._models:
-            if one.has_resolver and one.service is not None:
-                if one.service.served.adapters.find(name) is not None:
-                    return one
-        return None
+        found = [one for one in self._models if one.resolver.resolve(name) is not None]
+        if len(found) > 1:
+            raise ValidationError(
+                f"model={name!r:.80} is an adapter of several models ("
+                f"{', '.join(repr(one.names[0]) for one in found)}); give each a name of its own",
+                parameter="model",
+                value=name,
+            )
+        return found[0] if found else None
 
     def _services(self) -> list[Service]:
         return [one.service for one in self._models if one.service is not None]
 
     def _serve(self, endpoint: Endpoint) -> Any:
-        if endpoint.body and "POST" in endpoint.methods:
+        if any("model" in get_type_hints(body) for body in endpoint.body):
             return _ByModel(endpoint, self)
         own = {
+            "/health": self._health,
+            "/ping": self._health,
             "/ready": self._ready,
             "/load": self._load,
             "/metrics": self._metrics,
@@ -203,6 +222,10 @@ class Models:
             "/v1/models/{name:path}": self._show,
         }
         return own.get(endpoint.path) or _OfAny(endpoint, self)
+
+    async def _health(self, request: Request) -> Response:
+        is_running = all(one.engine.is_running for one in self._services())
+        return Response(status_code=200 if is_running else 503)
 
     async def _ready(self, request: Request) -> Response:
         services = self._services()
@@ -241,8 +264,13 @@ class Models:
         yield
         for task in self._starting:
             task.cancel()
-        for one in self._models:
-            await one.close()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        closed = await asyncio.gather(
+            *(one.close() for one in self._models), return_exceptions=True
+        )
+        for error in closed:
+            if error is not None:
+                logger.error("a model was not closed", exc_info=error)
 
 
 class _ByModel:
@@ -255,15 +283,22 @@ class _ByModel:
         models = self._models
         with models.admission.body() as admit:
             try:
-                body = await read_body(scope, receive, models.body_limits, admit)
-                app = (await self._model(body)).app(self._endpoint)
+                app, again = await self._find(scope, receive, admit)
             except Disconnected:
                 return
             except Exception as error:
                 response = error_response(error, self._endpoint.wire)
                 await respond(response, scope, receive, send, models.client_timeout)
                 return
-            await app(scope, _again(body, receive), send)
+            await app(scope, again, send)
+
+    async def _find(
+        self, scope: Scope, receive: Receive, admit: Callable[[int], None]
+    ) -> tuple[ASGIApp, Receive]:
+        """Find what serves a request, for which its body is read. The caller keeps no body, since
+        an answer may take minutes."""
+        body = await read_body(scope, receive, self._models.body_limits, admit)
+        return (await self._model(body)).app(self._endpoint), _again(body, receive)
 
     async def _model(self, body: bytes) -> HostedModel:
         try:
@@ -295,15 +330,13 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A request whose body has been read."""
-    is_read = False
+    """A request whose body has been read, and is handed out once."""
+    parts = [body]
 
     async def received() -> Message:
-        nonlocal is_read
-        if is_read:
+        if not parts:
             return await receive()
-        is_read = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": parts.pop(), "more_body": False}
 
     return received
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import ValidationError, refused
@@ -94,7 +95,7 @@ def _model(
 def _check_names(models: list[AskedModel]) -> None:
     """Refuse what would leave it open which model a request means."""
     by_name: dict[str, int] = {}
-    by_directory: dict[str, int] = {}
+    by_directory: dict[Path, int] = {}
     for place, one in enumerate(models):
         server = one.asked.server
         for name in one.names:
@@ -109,11 +110,12 @@ def _check_names(models: list[AskedModel]) -> None:
                 )
             by_name[name] = place
         for directory in server.lora_resolver_dirs:
-            if directory in by_directory:
+            resolved = Path(directory).expanduser().resolve()
+            if resolved in by_directory:
                 raise refused(
                     "lora_resolver_dirs",
                     directory,
-                    f"models[{by_directory[directory]}] and [{place}] would both look up a name "
+                    f"models[{by_directory[resolved]}] and [{place}] would both look up a name "
                     "there; give each a directory of its own",
                 )
-            by_directory[directory] = place
+            by_directory[resolved] = place

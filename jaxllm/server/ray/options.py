@@ -135,16 +135,20 @@ def read_fleet(options: Mapping[str, Any]) -> FleetOptions:
 
 
 def typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `serve run`, where each is a text, and of a config file, where it is not."""
+    """The options of `serve run`, where each is a text, and of a config file, where it is not;
+    those of each of `models` likewise."""
     hints: dict[str, Any] = {}
     for part in (*typing.get_type_hints(EngineConfig).values(), ServerOptions, FleetOptions):
         hints |= typing.get_type_hints(part)
-    return {
+    options = {
         name: _value(name, value, hints[name])
         if isinstance(value, str) and name in hints
         else value
         for name, value in arguments.items()
     }
+    if isinstance(models := options.get("models"), list):
+        options["models"] = [typed(one) if isinstance(one, Mapping) else one for one in models]
+    return options
 
 
 def _value(name: str, text: str, hint: Any) -> Any:

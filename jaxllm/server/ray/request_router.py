@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from jaxllm.engine.router import Router, RoutingPolicy
+from jaxllm.logging import init_logger
 from jaxllm.server.ray.work import Work
+
+logger = init_logger(__name__)
 
 
 class _UnderWay(NamedTuple):
@@ -39,6 +42,16 @@ class PolicyRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._policy.set_replicas(one.replica_id for one in replicas)
+        most = min((one.max_ongoing_requests for one in replicas), default=None)
+        if most is not None and most <= self._num_reserved:
+            # Only a config of Serve's own may set it so low.
+            logger.warning(
+                "max_ongoing_requests=%d of Ray Serve leaves room for one prompt in a replica, "
+                "because %d places are reserved; set max_ongoing_requests in the arguments of the "
+                "application, which adds these places",
+                most,
+                self._num_reserved,
+            )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -113,7 +126,7 @@ class _WithoutReserve:
 
     def __init__(self, replica: RunningReplica, num_reserved: int):
         self._replica = replica
-        self.max_ongoing_requests = replica.max_ongoing_requests - num_reserved
+        self.max_ongoing_requests = max(1, replica.max_ongoing_requests - num_reserved)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replica, name)
