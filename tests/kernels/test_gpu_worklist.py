@@ -197,7 +197,7 @@ def test_every_query_of_every_prefill_is_in_one_tile(tile_tokens, rows):
     seen = np.zeros(66, int)
     position = np.full(66, -1)
     for i in range(int(tiles.num_tiles[0])):
-        row, token, num_tokens, first = (int(x[i]) for x in tiles[:-1])
+        row, token, num_tokens, first = (int(x[i]) for x in tiles[:4])
         assert 1 <= num_tokens <= tile_tokens
         assert batch.query_starts[row] <= token
         assert token + num_tokens <= batch.query_starts[row + 1]

@@ -10,7 +10,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="session")
-def scripted(engine_options):
+def scripted_options(engine_options):
     """Options of an engine with a model that generates scripted answers."""
     # The engine's process imports the class from there.
     sys.path.append(str(Path(__file__).parent))
@@ -18,9 +18,9 @@ def scripted(engine_options):
 
 
 @pytest.fixture(scope="session")
-def host(new_host, scripted):
+def host(new_host, scripted_options):
     """A separate engine."""
-    host = new_host(scripted)
+    host = new_host(scripted_options)
     yield host
     host.close()
 

@@ -32,7 +32,7 @@ END = "The file is made."
 
 
 @pytest.fixture(scope="module")
-def server(new_host, scripted, tmp_path_factory):
+def server(new_host, scripted_options, tmp_path_factory):
     model = make_tiny_checkpoint(
         tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_MODEL_LEN
     )
@@ -42,7 +42,7 @@ def server(new_host, scripted, tmp_path_factory):
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    host = new_host(scripted | options)
+    host = new_host(scripted_options | options)
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     try:
         with host.serve(access_log=False, **flags) as client:
