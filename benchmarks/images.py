@@ -77,7 +77,15 @@ def main() -> None:
 
 
 def write_model(path: Path, dtype: str) -> Path:
-    make_tiny_checkpoint(path, "qwen3", sees_images=True, model_type="qwen3_vl_text")
+    of_tiny_heads = TEXT["rope_parameters"] | {"mrope_section": [6, 5, 5]}
+    make_tiny_checkpoint(
+        path,
+        "qwen3",
+        sees_images=True,
+        model_type="qwen3_vl_text",
+        rope_theta=1e4,
+        rope_parameters=of_tiny_heads,
+    )
     config = read_json(path / "config.json") | {"dtype": dtype}
     config["text_config"] |= TEXT | {"dtype": dtype}
     config["vision_config"] |= VISION
