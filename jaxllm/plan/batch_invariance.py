@@ -67,7 +67,7 @@ def _why_not(plan: EnginePlan) -> str | None:
     if plan.images is not None:
         return "models with images do not keep it; leave it out"
     if any(isinstance(config, LatentConfig) for config in plan.attention_configs):
-        return "latent attention is XLA's, which does not keep it"
+        return "latents are multiplied by matrices of heads by XLA, which does not keep it"
     if ModelRegistry.has_own_class(plan.architecture.name):
         return f"whether the class of {plan.architecture.name} keeps it is not known"
     if not isinstance(plan.matmul, NativeMatmul) or plan.row_sums is None:

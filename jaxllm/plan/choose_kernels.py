@@ -24,6 +24,7 @@ from jaxllm_kernels.mla.api import (
     default_latent_backends,
     get_latent_backend,
 )
+from jaxllm_kernels.mla.native import NativeLatentBackend
 from jaxllm_kernels.native import library as native
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
@@ -246,7 +247,10 @@ def _has_own_kernels(chip: Chip, num_shards: int) -> bool:
 
 def free_padding(attention: MixerBackend, matmul: Matmul, dtype: Any) -> int:
     """The number of tokens of a step up to which padding is nearly free."""
-    if not (isinstance(attention, NativeBackend) and isinstance(matmul, NativeMatmul)):
+    if not (
+        isinstance(attention, NativeBackend | NativeLatentBackend)
+        and isinstance(matmul, NativeMatmul)
+    ):
         return 0
     return min(matmul.max_rows(dtype), _FREE_PADDING)
 
@@ -270,7 +274,7 @@ def choose_attention(
     for name in names:
         try:
             backend: Any = get(name)
-            if isinstance(backend, NativeBackend):
+            if isinstance(backend, NativeBackend | NativeLatentBackend):
                 backend = replace(backend, library=library)  # keeps a user's subclass
             for config in set(configs):
                 backend.check(config, limits, dtype=dtype, chip=chip)

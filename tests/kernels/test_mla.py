@@ -74,4 +74,4 @@ def test_a_cache_has_rows_of_whole_lanes():
 
 def test_other_backends_are_refused_by_name():
     with pytest.raises(ValueError, match="latent attention, for which there is 'mosaic_sm90' and"):
-        get_latent_backend("native")
+        get_latent_backend("mosaic_tpu")

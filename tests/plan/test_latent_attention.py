@@ -32,21 +32,22 @@ def model(tmp_path_factory):
     return str(make_tiny_checkpoint(path, "deepseek_v3", dtype="bfloat16"))
 
 
-def test_layers_keep_a_padded_row_for_each_token(model):
-    plan = make_plan(EngineArgs(model, **OPTIONS))
+@pytest.mark.parametrize(("name", "width"), [("native", 48), ("xla", 128)])
+def test_layers_keep_a_padded_row_for_each_token(model, name, width):
+    plan = make_plan(EngineArgs(model, attention_backend=name, **OPTIONS))
     (stage,) = plan.stages
-    assert [shape.shape for shape in stage.cache_shapes] == [(64, 16, 128)] * 2
-    assert stage.block_bytes == (16 * 128 * 2,) * 2
+    assert [shape.shape for shape in stage.cache_shapes] == [(64, 16, width)] * 2
+    assert stage.block_bytes == (16 * width * 2,) * 2
     (group,) = plan.cache_groups
     assert (group.window, group.num_blocks) == (None, 64)
-    assert "latent attention 'xla'" in summary(plan)
+    assert f"latent attention '{name}'" in summary(plan)
 
 
 def test_every_device_has_all_latents(model):
     devices = jax.devices()[:1] * 2
     plan = make_plan(EngineArgs(model, tensor_parallel_size=2, **OPTIONS), devices)
     (stage,) = plan.stages
-    assert stage.block_bytes == (16 * 128 * 2,) * 2
+    assert stage.block_bytes == (16 * 48 * 2,) * 2
     assert {config.num_heads for config in stage.attention_configs} == {2}
 
 
@@ -55,7 +56,7 @@ def test_a_bound_counts_rows_and_products_with_latents(model):
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
     line = roofline(dataclasses.replace(plan, chip=chip), *plan.stages)
     (window,) = line.windows
-    assert window.bytes_per_token == 2 * 128 * 2
+    assert window.bytes_per_token == 2 * 48 * 2
     assert window.flops_per_attended == 2 * 2 * 4 * (40 + 32)
 
 

@@ -132,8 +132,8 @@ def get_latent_backend(name: str) -> LatentBackend:
     return _backends[name]
 
 
-# The default backends of platforms that have kernels, best first. The others have XLA alone.
-_DEFAULTS = {"gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu", "xla")}
+# The default backends of platforms, best first.
+_DEFAULTS = {"cpu": ("native", "xla"), "gpu": ("mosaic_sm90", "xla"), "tpu": ("tpu", "xla")}
 
 
 def default_latent_backends(chip: Chip) -> tuple[str, ...]:

@@ -66,6 +66,8 @@ _CODED = {
     for op in ("dense", "experts")
     for codes, name in CODES.items()
 }
+# Attention to latents.
+_LATENTS = _Part("latents", "mla/native.cc", ("jaxllm_latents",))
 _EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
 _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
@@ -81,7 +83,7 @@ _SAMPLER = _Part(
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
-    _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
+    _LATENTS, _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
 )  # fmt: skip
 _BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
@@ -140,6 +142,10 @@ class Library:
     def add_experts(self) -> None:
         """Load the experts. Raises ValueError, which says why, if there are none."""
         self._add(_EXPERTS)
+
+    def add_latents(self) -> None:
+        """Load the attention to latents. Raises ValueError, which says why, if there is none."""
+        self._add(_LATENTS)
 
     def add_low_rank(self) -> None:
         """Load the low-rank products. Raises ValueError, which says why, if there are none."""

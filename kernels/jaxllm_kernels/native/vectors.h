@@ -34,6 +34,7 @@ struct VectorsOf {
 using Floats = VectorsOf<kLanes>::Floats;
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <typename Vector>

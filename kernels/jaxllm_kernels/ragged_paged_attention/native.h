@@ -12,6 +12,9 @@
 // no sums over lanes. Values are [tokens / per word][value_size]. Pages have room for whole vectors
 // of tokens, even if blocks have fewer tokens.
 //
+// Latents (`mla/native.cc`) are keys and values in one: a page has them once, as values, and their
+// beginnings are the values. A tile makes keys of those that it sees.
+//
 // A cache may have codes of 8 bits (`codes.h`) in the places of elements. Keys and values come as
 // codes. Those of a kv head share a scale, which multiplies the scores, or the outputs.
 
@@ -70,11 +73,14 @@ struct Layer {
   int64_t num_heads, num_kv_heads, head_size, value_size;
   int64_t block_size;
   int64_t page_tokens;  // block_size, rounded up to vectors
+  bool has_latents;
+  int64_t heads_at_once;  // of a kv head, in a tile
   int64_t window;       // 0: none
   int64_t chunk;        // 0: none
   float scale, soft_cap;  // 0: none
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
+  int64_t parts() const { return (group_size() + heads_at_once - 1) / heads_at_once; }
   float score_scale(int64_t kv_head) const {
     if constexpr (Kind::kHasScales) return scale * Kind::kUnit * scales[kv_head];
     return scale;
@@ -83,7 +89,11 @@ struct Layer {
     if constexpr (Kind::kHasScales) return Kind::kUnit * scales[num_kv_heads + kv_head];
     return 1;
   }
-  int64_t key_panel_size() const { return page_tokens * head_size; }
+  int64_t key_panel_size() const { return has_latents ? 0 : page_tokens * head_size; }
+  // The size of a row of the panel of values.
+  int64_t value_stride() const { return has_latents ? head_size : value_size; }
+  // From an element of many keys to the next one, in words.
+  int64_t key_stride() const { return has_latents ? kLanes : page_tokens; }
   // The position of a row's first token of this step.
   int64_t first_position(int64_t row) const {
     return context_lens[row] - (query_starts[row + 1] - query_starts[row]);
@@ -104,7 +114,8 @@ struct Layer {
   // The keys of a block; the values follow them.
   Cached* Panel(int64_t row, int64_t index, int64_t kv_head) const {
     const int64_t block = block_tables[row * max_blocks + index];
-    return cache + (block * num_kv_heads + kv_head) * page_tokens * (head_size + value_size);
+    return cache + (block * num_kv_heads + kv_head) *
+                       (key_panel_size() + page_tokens * value_stride());
   }
 };
 
@@ -116,7 +127,7 @@ struct Tile {
 // The tiles of all rows, with the most work first.
 template <typename Kind>
 std::vector<Tile> CutTiles(const Layer<Kind>& layer) {
-  const int64_t tile_tokens = std::max<int64_t>(kTileLines / layer.group_size(), 1);
+  const int64_t tile_tokens = std::max<int64_t>(kTileLines / layer.heads_at_once, 1);
   std::vector<Tile> tiles;
   for (int64_t row = 0; row < layer.num_rows; ++row) {
     const int64_t begin = layer.query_starts[row], end = layer.query_starts[row + 1];
@@ -136,7 +147,8 @@ std::vector<Tile> CutTiles(const Layer<Kind>& layer) {
 template <typename Kind>
 void WriteTile(const Layer<Kind>& layer, const Tile& tile) {
   constexpr int kPerWord = Kind::kPerWord;
-  const int64_t head_size = layer.head_size, value_size = layer.value_size;
+  const int64_t head_size = layer.has_latents ? 0 : layer.head_size;  // of keys
+  const int64_t value_size = layer.value_stride();
   for (int64_t kv_head = 0; kv_head < layer.num_kv_heads; ++kv_head) {
     for (int64_t i = 0; i < tile.num_tokens; ++i) {
       const int64_t position = tile.position + i;
@@ -185,7 +197,73 @@ struct Scratch {
   std::vector<Line<Kind>> lines;
   std::vector<float> weighted;  // weighted sums of values, [lines][value_size]
   std::vector<typename Kind::Weight> values;  // of incomplete groups, for two chunks
+  std::vector<typename Kind::Weight> keys;    // of latents, for two chunks
 };
+
+// The words of two rows of units that make the rows with corners of squares of kStep units exchanged.
+template <int kSize, int kStep>
+struct Corners {
+  int32_t above[kLanes], below[kLanes];
+
+  constexpr Corners() : above(), below() {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const bool is_left = (lane / kSize & kStep) == 0;
+      above[lane] = is_left ? lane : kLanes + lane - kStep * kSize;
+      below[lane] = is_left ? lane + kStep * kSize : kLanes + lane;
+    }
+  }
+};
+
+// Exchange rows and columns of units of kSize words: unit j of row i becomes unit i of row j. It is
+// done for the corners of squares of 2 kStep units, then for those of larger ones.
+template <int kSize, int kStep = 1>
+inline void Transpose(Words (&rows)[kLanes / kSize]) {
+  constexpr int kUnits = kLanes / kSize;
+#if defined(__AVX512F__)
+  if constexpr (kStep < kUnits) {
+    static constexpr Corners<kSize, kStep> kCorners;
+    const auto above = LoadVector<__m512i>(kCorners.above);
+    const auto below = LoadVector<__m512i>(kCorners.below);
+#pragma GCC unroll 16
+    for (int i = 0; i < kUnits; ++i) {
+      if (i & kStep) continue;
+      const auto first = (__m512i)rows[i], second = (__m512i)rows[i + kStep];
+      rows[i] = (Words)_mm512_permutex2var_epi32(first, above, second);
+      rows[i + kStep] = (Words)_mm512_permutex2var_epi32(first, below, second);
+    }
+    Transpose<kSize, 2 * kStep>(rows);
+  }
+#else
+  Words columns[kUnits];
+  for (int i = 0; i < kUnits; ++i)
+    for (int lane = 0; lane < kLanes; ++lane)
+      columns[i][lane] = rows[lane / kSize][i * kSize + lane % kSize];
+  std::memcpy(rows, columns, sizeof(columns));
+#endif
+}
+
+// Make a group of keys, [size / per word][lanes], of latents [lanes / per word][size], in words.
+template <typename Kind>
+inline void MakeKeys(const typename Kind::Weight* latents, int64_t size,
+                     typename Kind::Weight* keys) {
+  constexpr int kPerWord = Kind::kPerWord;
+  static_assert(kPerWord <= 2, "words have elements, or pairs of them");
+  for (int64_t h = 0; h < size; h += kLanes) {
+    Words rows[kLanes / kPerWord];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / kPerWord; ++i) {
+      rows[i] = LoadVector<Words>(latents + (i * size + h) * kPerWord);
+      if constexpr (kPerWord == 2) {
+        // Two words have two elements of two tokens. Make them words of a token each.
+        const auto pairs = (Longs)rows[i];
+        rows[i] = (Words)((pairs & 0xffff00000000ffffu) | (pairs >> 16 & 0xffff0000u) |
+                          (pairs & 0xffff0000u) << 16);
+      }
+    }
+    Transpose<kPerWord>(rows);
+    std::memcpy(keys + h * kLanes, rows, sizeof(rows));
+  }
+}
 
 // Prefetch data that the processor's own prefetcher does not predict.
 inline void Prefetch(const void* from, int64_t num_bytes) {
@@ -200,7 +278,7 @@ template <typename Kind>
 Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t begin,
                      int64_t end, int64_t first, Scratch<Kind>& scratch) {
   const int64_t groups_per_block = layer.page_tokens / kLanes;
-  const int64_t values_size = kLanes * layer.value_size;
+  const int64_t values_size = kLanes * layer.value_stride();
   const int64_t end_of_chunk = (first / kChunkGroups + 1) * kChunkGroups;
   Chunk<Kind> chunk{std::min(end_of_chunk, layer.GroupOf(end - 1) + 1)};
   for (int64_t i = first; i < chunk.end; ++i) {
@@ -208,10 +286,19 @@ Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head
     const int64_t position = index * layer.block_size + place;
     const auto* panel = layer.Panel(tile.row, index, kv_head);
     const auto* keys = panel + place * Kind::kPerWord;
-    const auto* values = panel + layer.key_panel_size() + place * layer.value_size;
-    for (int64_t h = 0; h < layer.head_size; h += Kind::kPerWord)
-      Prefetch(keys + h * layer.page_tokens, Kind::kStep * sizeof(*keys));
-    Prefetch(values, values_size * sizeof(*values));
+    const auto* values = panel + layer.key_panel_size() + place * layer.value_stride();
+    if constexpr (Kind::kPerWord <= 2) {
+      if (layer.has_latents) {
+        auto* made = scratch.keys.data() + i % (2 * kChunkGroups) * values_size;
+        MakeKeys<Kind>(values, layer.head_size, made);
+        keys = made;
+      }
+    }
+    if (!layer.has_latents) {
+      for (int64_t h = 0; h < layer.head_size; h += Kind::kPerWord)
+        Prefetch(keys + h * layer.page_tokens, Kind::kStep * sizeof(*keys));
+      Prefetch(values, values_size * sizeof(*values));
+    }
     Group<Kind> group{keys, values, position, 0, kLanes};
     group.begin = std::max<int64_t>(begin - position, 0);
     group.end = std::clamp<int64_t>(std::min(end - position, layer.block_size - place), 0, kLanes);
@@ -220,7 +307,7 @@ Chunk<Kind> FindKeys(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head
       std::fill_n(copy, values_size, 0);
       for (int j = group.begin; j < group.end; ++j)
         for (int64_t h = 0; h < layer.value_size; ++h) {
-          const int64_t at = (j / Kind::kPerWord * layer.value_size + h) * Kind::kPerWord;
+          const int64_t at = (j / Kind::kPerWord * layer.value_stride() + h) * Kind::kPerWord;
           copy[at + j % Kind::kPerWord] = values[at + j % Kind::kPerWord];
         }
       group.values = copy;
@@ -238,7 +325,7 @@ inline void MultiplyKeys(const Layer<Kind>& layer, const Line<Kind>* lines,
   for (int j = 0; j < kBlockGroups; ++j)
     keys[j] = chunk.groups[std::min(first + j, chunk.num_groups - 1)].keys;
   Floats sums[kLines][kBlockGroups] = {};
-  const int64_t stride = layer.page_tokens * Kind::kPerWord;
+  const int64_t stride = layer.key_stride() * Kind::kPerWord;
   for (int64_t h = 0; h < layer.head_size; h += Kind::kPerWord) {
     typename Kind::Loaded loaded[kBlockGroups];
     for (int j = 0; j < kBlockGroups; ++j) {
@@ -304,7 +391,7 @@ inline void AddValues(const Layer<Kind>& layer, const Chunk<Kind>& chunk,
         const auto weight = Kind::Broadcast(weights[l] + j * kLanes + key);
         for (int i = 0; i < kVectors; ++i) Kind::Add(sums[l][i], weight, loaded[i]);
       }
-      values += layer.value_size * Kind::kPerWord;
+      values += layer.value_stride() * Kind::kPerWord;
     }
   }
   for (int l = 0; l < kLines; ++l)
@@ -330,29 +417,31 @@ inline void AttendLines(const Layer<Kind>& layer, float scale, const Chunk<Kind>
     AddValues<kLines, 1>(layer, chunk, weights, decays, h, weighted);
 }
 
-// Compute the attention of a tile's queries that share a kv head.
+// Compute the attention of a tile's queries that share a kv head, or of a part of its heads.
 template <typename Kind>
-void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head) {
+void AttendTile(const Layer<Kind>& layer, const Tile& tile, int64_t kv_head, int64_t part) {
   thread_local Scratch<Kind> scratch;
   const int64_t head_size = layer.head_size, value_size = layer.value_size;
-  const int64_t group_size = layer.group_size();
-  const int64_t num_lines = tile.num_tokens * group_size;
+  const int64_t first_head = kv_head * layer.group_size() + part * layer.heads_at_once;
+  const int64_t num_heads =
+      std::min(layer.heads_at_once, layer.group_size() - part * layer.heads_at_once);
+  const int64_t num_lines = tile.num_tokens * num_heads;
   const float scale = layer.score_scale(kv_head);
   auto place = [&](int64_t line) {  // of the line's query and output, in heads
-    const int64_t head = kv_head * group_size + line % group_size;
-    return (tile.token + line / group_size) * layer.num_heads + head;
+    return (tile.token + line / num_heads) * layer.num_heads + first_head + line % num_heads;
   };
   auto& lines = scratch.lines;
   lines.resize(num_lines);
   scratch.weighted.assign(num_lines * value_size, 0);
-  scratch.values.resize(2 * kChunkKeys * value_size);
+  scratch.values.resize(2 * kChunkKeys * layer.value_stride());
+  if (layer.has_latents) scratch.keys.resize(2 * kChunkKeys * head_size);
   for (int64_t l = 0; l < num_lines; ++l) {
     const auto* q = layer.q + place(l) * head_size;
-    const int64_t position = tile.position + l / group_size;
-    const int64_t seen_end = layer.seen_end(tile.token + l / group_size, position);
+    const int64_t position = tile.position + l / num_heads;
+    const int64_t seen_end = layer.seen_end(tile.token + l / num_heads, position);
     lines[l] = {q, position, seen_end, kUnseen, Floats{}};
     if (layer.sinks != nullptr) {
-      lines[l].largest = layer.sinks[kv_head * group_size + l % group_size];
+      lines[l].largest = layer.sinks[first_head + l % num_heads];
       lines[l].total[0] = 1;
     }
   }
@@ -416,6 +505,21 @@ bool IsWithinBounds(const Layer<Kind>& layer) {
   return token <= layer.num_tokens;
 }
 
+// Write and attend.
+template <typename Kind>
+void Compute(const Layer<Kind>& layer, const std::vector<Tile>& tiles, ffi::ThreadPool& pool) {
+  const int64_t num_tiles = tiles.size(), parts = layer.parts();
+  const int64_t units_per_tile = layer.num_kv_heads * parts;
+  Share(pool, {num_tiles, num_tiles * units_per_tile}, [&](int64_t phase, int64_t unit) {
+    if (phase == 0) return WriteTile(layer, tiles[unit]);
+    const int64_t of_tile = unit % units_per_tile;
+    AttendTile(layer, tiles[unit / units_per_tile], of_tile / parts, of_tile % parts);
+  });
+  const int64_t token_size = layer.num_heads * layer.value_size;
+  const int64_t num_real = layer.query_starts[layer.num_rows];
+  std::fill(layer.out + num_real * token_size, layer.out + layer.num_tokens * token_size, 0);
+}
+
 template <ffi::DataType kType, ffi::DataType kCached, typename Kind>
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCached, 3> k,
                   ffi::Buffer<kCached, 3> v, ffi::Buffer<kCached, 5> cache,
@@ -451,6 +555,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
   layer.value_size = v.dimensions()[2];
   layer.block_size = block_size;
   layer.page_tokens = shape[3];
+  layer.has_latents = false;
+  layer.heads_at_once = layer.group_size();
   layer.window = sliding_window;
   layer.chunk = chunk;
   layer.scale = scale;
@@ -462,15 +568,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
   if (!IsWithinBounds(layer))
     return ffi::Error::InvalidArgument("the batch refers to tokens or blocks that do not exist");
 
-  const auto tiles = CutTiles(layer);
-  const int64_t num_tiles = tiles.size(), num_units = num_tiles * layer.num_kv_heads;
-  Share(pool, {num_tiles, num_units}, [&](int64_t phase, int64_t unit) {
-    if (phase == 0) return WriteTile(layer, tiles[unit]);
-    AttendTile(layer, tiles[unit / layer.num_kv_heads], unit % layer.num_kv_heads);
-  });
-  const int64_t token_size = layer.num_heads * layer.value_size;
-  const int64_t num_real = layer.query_starts[layer.num_rows];
-  std::fill(layer.out + num_real * token_size, layer.out + layer.num_tokens * token_size, 0);
+  Compute(layer, CutTiles(layer), pool);
   return ffi::Error::Success();
 }
 

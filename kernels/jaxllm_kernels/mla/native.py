@@ -1,0 +1,116 @@
+"""The implementation for CPUs in C++: one call of the library of native kernels per layer.
+
+The cache is [blocks, tokens of a page, width]. The elements of a page are in the order of values,
+which `ragged_paged_attention/native.h` describes. A page has room for whole vectors of tokens.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllm_kernels.common import round_up
+from jaxllm_kernels.mla.api import LatentConfig, check_latent
+from jaxllm_kernels.native.library import Library, NoLibrary
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import BatchLimits, RaggedBatch
+
+# Lanes of a vector.
+_LANES = 16
+
+
+@dataclass(frozen=True)
+class NativeLatentBackend:
+    """Latent attention by threads; each takes tiles of queries, or some of their heads."""
+
+    # The registered backend has no library. The plan loads one and makes a backend with it.
+    library: Library | NoLibrary = NoLibrary("nothing has loaded it")
+    name: str = "native"
+
+    @property
+    def cache_head_axis(self) -> None:
+        return None
+
+    def tuned_for(self, chip: Chip) -> "NativeLatentBackend":
+        del chip
+        return self
+
+    def check(
+        self, config: LatentConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
+    ) -> None:
+        check_latent(limits, dtype=dtype)
+        if chip.platform != "cpu":
+            raise ValueError(
+                f"it is for CPUs, and this is {chip.name}; set attention_backend='auto'"
+            )
+        if isinstance(self.library, NoLibrary):
+            raise ValueError(
+                f"there is no library of native kernels: {self.library.reason}; "
+                "set attention_backend='xla'"
+            )
+        if jnp.dtype(dtype).name not in self.library.dtypes:
+            raise ValueError(
+                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(self.library.dtypes)}; "
+                "set attention_backend='xla'"
+            )
+        if config.latent_size % _LANES:
+            raise ValueError(
+                f"latents of {config.latent_size} are not a multiple of {_LANES}; "
+                "set attention_backend='xla'"
+            )
+        self.library.add_latents()
+
+    def cache_shape(
+        self, config: LatentConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
+    ) -> jax.ShapeDtypeStruct:
+        shape = (num_blocks, round_up(block_size, _LANES), _row_width(config))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def prepare(
+        self, batch: RaggedBatch, configs: tuple[LatentConfig, ...], *, num_tokens: int
+    ) -> None:
+        del batch, configs, num_tokens
+
+    def attend(
+        self,
+        q: jax.Array,
+        rows: jax.Array,
+        cache: jax.Array,
+        batch: RaggedBatch,
+        prepared: None,
+        *,
+        config: LatentConfig,
+    ) -> tuple[jax.Array, jax.Array]:
+        del prepared
+        assert isinstance(self.library, Library), self
+        assert rows.dtype == cache.dtype == q.dtype, (rows.dtype, cache.dtype, q.dtype)
+        beside_row = _row_width(config) - config.head_size
+        if beside_row:
+            q = jnp.pad(q, ((0, 0), (0, 0), (0, beside_row)))
+            rows = jnp.pad(rows, ((0, 0), (0, beside_row)))
+        call = jax.ffi.ffi_call(
+            self.library.target("jaxllm_latents", q.dtype),
+            (
+                jax.ShapeDtypeStruct((*q.shape[:2], config.latent_size), q.dtype),
+                jax.ShapeDtypeStruct(cache.shape, cache.dtype),
+            ),
+            input_output_aliases={2: 1},
+        )
+        out, cache = call(
+            q,
+            rows,
+            cache,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            scale=np.float32(config.scale),
+            block_size=np.int64(batch.block_size),
+        )
+        return out, cache
+
+
+def _row_width(config: LatentConfig) -> int:
+    """The size of a row in the cache."""
+    return round_up(config.head_size, _LANES)
