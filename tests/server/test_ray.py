@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams, ValidationError
 from jaxllm.config import EngineArgs
 from jaxllm.engine.commands import ResetPrefixCache
+from jaxllm.errors import JaxLLMError
 from jaxllm.server.ray.models import read_models
 from jaxllm.server.ray.options import read, typed
 from jaxllm.server.ray.replica import EngineReplica
@@ -46,8 +47,10 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         ({"response_store": "memory"}, "response_store='memory': frontends come and go"),
         ({"batch_dir": "d"}, "batch_dir='d': frontends come and go"),
         ({"admin_without_key": True}, "none that starts later"),
-        ({"nnodes": 2}, "nnodes=2: an engine under Ray Serve has one host"),
-        ({"distributed_executor_backend": "ray"}, "backend='ray': an engine under Ray Serve has"),
+        ({"nnodes": "auto"}, "nnodes='auto': under Ray Serve say how many ranks"),
+        ({"nnodes": 2, "master_port": 5}, "master_port=5: the replica starts the ranks of its"),
+        ({"nnodes": 2, "placement_group_bundles": [{"CPU": 1}]}, "nnodes=2; give a bundle for ea"),
+        ({"distributed_executor_backend": "ray"}, "backend='ray': the replica starts the ranks"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas=2: it and autoscaling_c"),
         ({"autoscaling_config": {"target_kv_cache_usage": 0}}, "cache_usage=0: it is a share of"),
         (
@@ -64,6 +67,31 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 def test_what_makes_no_fleet_is_refused(arguments, why):
     with pytest.raises(ValidationError, match=why):
         read({"model": "m", **arguments})
+
+
+def test_each_rank_of_an_engine_has_a_bundle():
+    actor = {"num_cpus": 0, "num_gpus": 8, "resources": {"rack": 1}}
+    one = {"GPU": 8, "rack": 1}
+    for options, bundles in (
+        ({"ray_actor_options": actor}, [one] * 2),
+        ({}, [{"CPU": 1}] * 2),
+        ({"placement_group_bundles": [one, {"GPU": 8}]}, [one, {"GPU": 8}]),
+    ):
+        asked = read({"model": "m", "nnodes": 2, "tensor_parallel_size": 2, **options})
+        assert asked.fleet.placement_group_bundles == bundles
+
+
+def test_ranks_on_a_tpu_slice_have_the_numbers_of_its_workers():
+    pytest.importorskip("ray.serve")
+    from jaxllm.server.ray.ranks import Place, in_order
+
+    workers = [Place("a", one) for one in ("10", "2", "1")]
+    assert in_order(Place("a", "0"), workers, [10, 2, 1]) == [1, 2, 10]
+    assert in_order(Place("", ""), [Place("", "")] * 2, [1, 2]) == [1, 2]
+    with pytest.raises(JaxLLMError, match="rank 0 of an engine is on worker 1 of the TPU slice"):
+        in_order(Place("a", "1"), workers[:1], [1])
+    with pytest.raises(JaxLLMError, match="the ranks of an engine are on several TPU slices"):
+        in_order(Place("b", "0"), workers, [1, 2, 3])
 
 
 A, B = {"model": "a", "lora_modules": ["x=/x"]}, {"model": "b", "served_model_name": ["c", "d"]}
