@@ -81,6 +81,18 @@ def test_each_rank_of_an_engine_has_a_bundle():
         assert asked.fleet.placement_group_bundles == bundles
 
 
+def test_several_models_tell_the_widest_bounds():
+    pytest.importorskip("ray.serve")
+    from jaxllm.openai.schema import EngineBounds
+    from jaxllm.server.openapi import widest
+
+    some = [
+        EngineBounds(vocab_size=10, max_model_len=5, takes_embeds=False, has_priorities=False),
+        EngineBounds(vocab_size=20, max_model_len=3, takes_embeds=True, has_priorities=False),
+    ]
+    assert widest(some) == EngineBounds(vocab_size=20, max_model_len=5, has_priorities=False)
+
+
 def test_ranks_on_a_tpu_slice_have_the_numbers_of_its_workers():
     pytest.importorskip("ray.serve")
     from jaxllm.server.ray.ranks import Place, in_order
@@ -544,8 +556,8 @@ def test_a_request_that_a_replica_refuses_stays_work(loop):
     loop.run(refuse())
 
 
-def on_a_cluster(directory, *parts):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled"}
+def on_a_cluster(directory, *parts, **env):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled"} | env
     command = [sys.executable, "-m", "tests.server.fleet", str(directory), *parts]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -572,6 +584,16 @@ def test_replicas_and_nodes_may_be_lost(tmp_path):
         # A replica has four rows, and what waits in it has not begun.
         assert sum(lost[name].values()) == 60 and lost[name].get("begun and lost", 0) <= 4
         assert "lost" not in lost[name]
+
+
+@pytest.mark.sweep
+def test_an_engine_over_hosts_answers_as_one_and_a_lost_rank_is_replaced(tmp_path):
+    pytest.importorskip("ray.serve")
+    one_device = {"JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "16"}  # threads for both ranks
+    found = on_a_cluster(tmp_path / "model", "over hosts", **one_device)["over hosts"]
+    assert found["ranks"] == 1 and found["tokens"] == found["alone"]
+    assert found["after the loss"] == [True] * 8
+    assert found["is replaced"] and not found["left"]
 
 
 @pytest.mark.sweep

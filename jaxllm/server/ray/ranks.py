@@ -87,9 +87,7 @@ class FollowingRanks:
         with socket.socket() as free:
             free.bind((self._address, 0))
             port = free.getsockname()[1]
-        parallel = dataclasses.replace(
-            config.parallel, master_addr=self._address, master_port=port
-        )
+        parallel = dataclasses.replace(config.parallel, master_addr=self._address, master_port=port)
         return dataclasses.replace(config, parallel=parallel)
 
     def follow(self, process: EngineProcess) -> None:
@@ -152,7 +150,7 @@ def in_order(own: Place, places: list[Place], actors: list[Any]) -> list[Any]:
 
 def _own_place() -> Place:
     labels = ray.get_runtime_context().get_node_labels()
-    return Place(labels.get(_SLICE, ""), labels.get(_WORKER, ""))
+    return Place(str(labels.get(_SLICE, "")), str(labels.get(_WORKER, "")))
 
 
 def _resources(bundle: Mapping[str, float]) -> dict[str, Any]:
