@@ -12,7 +12,8 @@ from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.preprocessor import Wanted, read_image_spec
+from jaxllm.media.preprocessor import read_image_spec
+from jaxllm.media.processors.files import Wanted
 from jaxllm.models.specs import Architecture
 from jaxllm.plan.choose_state_ops import state_ops_by_xla
 

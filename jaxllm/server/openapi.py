@@ -1,5 +1,6 @@
 """GET /openapi.json: a description of the endpoints, with the types of the protocol."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Any, get_args
@@ -27,10 +28,10 @@ from jaxllm.server.service import Service
 
 
 async def describe(service: Service, request: Request) -> Response:
-    return json_response(request.app.state.describe(_bounds(service)))
+    return json_response(request.app.state.describe(bounds_of(service)))
 
 
-def _bounds(service: Service) -> EngineBounds:
+def bounds_of(service: Service) -> EngineBounds:
     """The bounds of this engine."""
     info, served = service.engine.info, service.served
     most = service.admission.max_answers
@@ -43,6 +44,12 @@ def _bounds(service: Service) -> EngineBounds:
         has_priorities=service.engine.config.scheduler.scheduling_policy != "fcfs",
         takes_embeds=info.embeds is not None,
     )
+
+
+def widest(some: Sequence[EngineBounds]) -> EngineBounds:
+    """Bounds that refuse nothing which one of some engines takes."""
+    names = (f.name for f in dataclasses.fields(EngineBounds))
+    return EngineBounds(**{name: max(getattr(one, name) for one in some) for name in names})
 
 
 def make_document(

@@ -12,7 +12,8 @@ from PIL import Image
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
-from jaxllm.media.preprocessor import Wanted, read_image_spec
+from jaxllm.media.preprocessor import read_image_spec
+from jaxllm.media.processors.files import Wanted
 from jaxllm.media.resizing import Area
 from tests.media.models import (
     OPTIONS,

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from jaxllm import LLM, SamplingParams
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.messages import EngineInfo
 from jaxllm.plan.buckets import make_ladder
@@ -27,7 +28,7 @@ from jaxllm.simulation.deployment import Deployment
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace
 from jaxllm.testing import make_tiny_adapter, make_tiny_checkpoint
-from tests.profile import TINY
+from tests.profile import SHARDED, SHARDED_MODEL, TINY
 
 ENGINE = TINY | {"max_model_len": 1024, "num_gpu_blocks_override": 1024}
 ACTORS: dict[str, Any] = {
@@ -329,6 +330,54 @@ async def several(fleet: Fleet) -> dict[str, Any]:
         return {"answers": found, "listed": [one["id"] for one in listed]}
 
 
+async def over_hosts(fleet: Fleet) -> dict[str, Any]:
+    """A replica whose engine has two ranks on two nodes; the second one is killed."""
+    prompts = [[5, 6, 7], [*range(40)], [9] * 17]
+    model = str(make_tiny_checkpoint(Path(fleet.model).with_name("sharded"), **SHARDED_MODEL))
+    options = SHARDED | ACTORS | {"nnodes": 2, "tensor_parallel_size": 2, "model": model}
+    scaling = {"min_replicas": 1, "max_replicas": 1}
+
+    def ranks() -> list[str]:
+        return [one for one in fleet.actors("#Engine-") if one.endswith("#rank-1")]
+
+    def kill(rank: str) -> None:
+        named: Any = ray.util.list_named_actors(all_namespaces=True)
+        (space,) = [one["namespace"] for one in named if one["name"] == rank]
+        ray.kill(ray.get_actor(rank, namespace=space))
+
+    async def tokens(client: httpx.AsyncClient, prompt: list[int], **more: Any) -> list[int]:
+        body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 9, **more}
+        body |= {"return_token_ids": True}
+        response = await client.post(f"{fleet.url}/v1/completions", json=body)
+        return response.raise_for_status().json()["choices"][0]["token_ids"]
+
+    front = ACTORS["frontend_actor_options"]
+    entry = options | {"served_model_name": ["m"], "autoscaling_config": scaling}
+    del entry["frontend_actor_options"]
+    serve.run(app({"models": [entry], "frontend_actor_options": front}), route_prefix="/tiny")
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        found: dict[str, Any] = {"ranks": len(ranks())}
+        found["tokens"] = [await tokens(client, one) for one in prompts]
+        more = {"max_tokens": 80, "ignore_eos": True}
+        long = await tokens(client, prompts[0], **more)
+        before = ranks()
+        answers = asyncio.gather(*(tokens(client, prompts[0], **more) for _ in range(8)))
+        await fleet.await_generated(client, 40)
+        kill(before[0])
+        found["after the loss"] = [one == long for one in await answers]
+        found["is replaced"] = ranks() != before and len(ranks()) == 1
+    serve.delete("default")
+    found["left"] = ranks()
+    return found | {"alone": one_process(model, prompts)}
+
+
+def one_process(model: str, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of an engine in a single process."""
+    params = SamplingParams(temperature=0, max_tokens=9)
+    outputs = LLM(model, **SHARDED).generate(prompts, params, use_tqdm=False)
+    return [one.outputs[0].token_ids for one in outputs]
+
+
 async def routed(fleet: Fleet, policy: str) -> dict[str, Any]:
     """The share of prompts' tokens that were cached, with prompts of a few heads."""
     fleet.start(num_replicas=2, routing_policy=policy)
@@ -401,6 +450,7 @@ PARTS = {
     "busy": busy,
     "lists": lists,
     "several": several,
+    "over hosts": over_hosts,
     "prefix": lambda fleet: routed(fleet, "prefix"),
     "random": lambda fleet: routed(fleet, "random"),
 }

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm import LLM, AsyncLLMEngine, RequestOutputKind, SamplingParams, ValidationError
 from jaxllm.config import EngineArgs
 from jaxllm.engine.commands import ResetPrefixCache
+from jaxllm.errors import JaxLLMError
 from jaxllm.server.ray.models import read_models
 from jaxllm.server.ray.options import read, typed
 from jaxllm.server.ray.replica import EngineReplica
@@ -46,8 +47,10 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
         ({"response_store": "memory"}, "response_store='memory': frontends come and go"),
         ({"batch_dir": "d"}, "batch_dir='d': frontends come and go"),
         ({"admin_without_key": True}, "none that starts later"),
-        ({"nnodes": 2}, "nnodes=2: an engine under Ray Serve has one host"),
-        ({"distributed_executor_backend": "ray"}, "backend='ray': an engine under Ray Serve has"),
+        ({"nnodes": "auto"}, "nnodes='auto': under Ray Serve say how many ranks"),
+        ({"nnodes": 2, "master_port": 5}, "master_port=5: the replica starts the ranks of its"),
+        ({"nnodes": 2, "placement_group_bundles": [{"CPU": 1}]}, "nnodes=2; give a bundle for ea"),
+        ({"distributed_executor_backend": "ray"}, "backend='ray': the replica starts the ranks"),
         ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas=2: it and autoscaling_c"),
         ({"autoscaling_config": {"target_kv_cache_usage": 0}}, "cache_usage=0: it is a share of"),
         (
@@ -64,6 +67,43 @@ WHOLE = ENDLESS.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 def test_what_makes_no_fleet_is_refused(arguments, why):
     with pytest.raises(ValidationError, match=why):
         read({"model": "m", **arguments})
+
+
+def test_each_rank_of_an_engine_has_a_bundle():
+    actor = {"num_cpus": 0, "num_gpus": 8, "resources": {"rack": 1}}
+    one = {"GPU": 8, "rack": 1}
+    for options, bundles in (
+        ({"ray_actor_options": actor}, [one] * 2),
+        ({}, [{"CPU": 1}] * 2),
+        ({"placement_group_bundles": [one, {"GPU": 8}]}, [one, {"GPU": 8}]),
+    ):
+        asked = read({"model": "m", "nnodes": 2, "tensor_parallel_size": 2, **options})
+        assert asked.fleet.placement_group_bundles == bundles
+
+
+def test_several_models_tell_the_widest_bounds():
+    pytest.importorskip("ray.serve")
+    from jaxllm.openai.schema import EngineBounds
+    from jaxllm.server.openapi import widest
+
+    some = [
+        EngineBounds(vocab_size=10, max_model_len=5, takes_embeds=False, has_priorities=False),
+        EngineBounds(vocab_size=20, max_model_len=3, takes_embeds=True, has_priorities=False),
+    ]
+    assert widest(some) == EngineBounds(vocab_size=20, max_model_len=5, has_priorities=False)
+
+
+def test_ranks_on_a_tpu_slice_have_the_numbers_of_its_workers():
+    pytest.importorskip("ray.serve")
+    from jaxllm.server.ray.ranks import Place, in_order
+
+    workers = [Place("a", one) for one in ("10", "2", "1")]
+    assert in_order(Place("a", "0"), workers, [10, 2, 1]) == [1, 2, 10]
+    assert in_order(Place("", ""), [Place("", "")] * 2, [1, 2]) == [1, 2]
+    with pytest.raises(JaxLLMError, match="rank 0 of an engine is on worker 1 of the TPU slice"):
+        in_order(Place("a", "1"), workers[:1], [1])
+    with pytest.raises(JaxLLMError, match="the ranks of an engine are on several TPU slices"):
+        in_order(Place("b", "0"), workers, [1, 2, 3])
 
 
 A, B = {"model": "a", "lora_modules": ["x=/x"]}, {"model": "b", "served_model_name": ["c", "d"]}
@@ -516,8 +556,8 @@ def test_a_request_that_a_replica_refuses_stays_work(loop):
     loop.run(refuse())
 
 
-def on_a_cluster(directory, *parts):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled"}
+def on_a_cluster(directory, *parts, **env):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "RAY_AUTH_MODE": "disabled"} | env
     command = [sys.executable, "-m", "tests.server.fleet", str(directory), *parts]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -544,6 +584,16 @@ def test_replicas_and_nodes_may_be_lost(tmp_path):
         # A replica has four rows, and what waits in it has not begun.
         assert sum(lost[name].values()) == 60 and lost[name].get("begun and lost", 0) <= 4
         assert "lost" not in lost[name]
+
+
+@pytest.mark.sweep
+def test_an_engine_over_hosts_answers_as_one_and_a_lost_rank_is_replaced(tmp_path):
+    pytest.importorskip("ray.serve")
+    one_device = {"JAX_NUM_CPU_DEVICES": "1", "PJRT_NPROC": "16"}  # threads for both ranks
+    found = on_a_cluster(tmp_path / "model", "over hosts", **one_device)["over hosts"]
+    assert found["ranks"] == 1 and found["tokens"] == found["alone"]
+    assert found["after the loss"] == [True] * 8
+    assert found["is replaced"] and not found["left"]
 
 
 @pytest.mark.sweep

@@ -108,7 +108,12 @@ def _of_engines(asked: Asked) -> dict[str, Any]:
         ),
         "ray_actor_options": fleet.ray_actor_options or {},
     }
-    for name in ("num_replicas", "placement_group_bundles", "placement_group_strategy"):
+    for name in (
+        "num_replicas",
+        "placement_group_bundles",
+        "placement_group_strategy",
+        "placement_group_bundle_label_selector",
+    ):
         if (value := getattr(fleet, name)) is not None:
             options[name] = value
     if fleet.autoscaling_config is not None:

@@ -25,6 +25,7 @@ from jaxllm.logging import init_logger
 from jaxllm.openai.adapter_resolver import AdapterResolver
 from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.openai.models import ModelList
+from jaxllm.openai.schema import ANY_ENGINE
 from jaxllm.server import status
 from jaxllm.server.app import assemble, does_not_pool
 from jaxllm.server.auth import Keys, read_keys
@@ -34,6 +35,7 @@ from jaxllm.server.endpoints import for_users, offered
 from jaxllm.server.errors import Disconnected, error_response, json_response, respond
 from jaxllm.server.limits import Admission
 from jaxllm.server.metrics import Refusals, page
+from jaxllm.server.openapi import bounds_of, widest
 from jaxllm.server.peers import Peers
 from jaxllm.server.ray.frontend import log_stats_of, service_of, within_prefix
 from jaxllm.server.ray.models import AskedModel, read_models
@@ -247,7 +249,12 @@ class Models:
         return Response(page(families), media_type="text/plain; version=0.0.4")
 
     async def _describe(self, request: Request) -> Response:
-        return json_response(request.app.state.describe())
+        """Tell the widest bounds: a request that one of the models takes keeps to them. A model
+        that is not there yet may have any."""
+        services = self._services()
+        are_all = len(services) == len(self._models)
+        bounds = widest([bounds_of(one) for one in services]) if are_all else ANY_ENGINE
+        return json_response(request.app.state.describe(bounds))
 
     async def _list(self, request: Request) -> Response:
         cards = [card for one in self._services() for card in status.model_cards(one)]

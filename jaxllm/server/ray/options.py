@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.config import EngineConfig, option
+from jaxllm.config import EngineConfig, ParallelConfig, option
 from jaxllm.engine.router import RoutingPolicy
 from jaxllm.engine.scaling import kv_target
 from jaxllm.errors import refused
@@ -36,9 +36,14 @@ class FleetOptions:
         None, 'Of each engine: {"num_gpus": 1}, or {"resources": {"TPU": 4}}.'
     )
     placement_group_bundles: list | None = option(
-        None, "Resources of each engine, of which it runs in the first bundle."
+        None,
+        "Resources of each engine, of which it runs in the first bundle; with nnodes, each rank in "
+        "a bundle of its own. Default with nnodes: for each the resources in ray_actor_options.",
     )
     placement_group_strategy: str | None = option(None, "PACK, SPREAD, STRICT_PACK, ...")
+    placement_group_bundle_label_selector: list | None = option(
+        None, "Labels that the nodes of the bundles must have, such as those of one TPU slice."
+    )
     max_ongoing_requests: int | None = option(
         None,
         "Most requests that one engine has. Others wait in the frontend for whichever is free "
@@ -72,12 +77,9 @@ class FleetOptions:
             )
         if self.autoscaling_config is not None:
             kv_target(self.autoscaling_config)
-        if self.placement_group_strategy is not None and self.placement_group_bundles is None:
-            raise refused(
-                "placement_group_strategy",
-                self.placement_group_strategy,
-                "it needs placement_group_bundles",
-            )
+        for name in ("placement_group_strategy", "placement_group_bundle_label_selector"):
+            if (value := getattr(self, name)) is not None and self.placement_group_bundles is None:
+                raise refused(name, value, "it needs placement_group_bundles")
 
 
 class Asked(typing.NamedTuple):
@@ -99,16 +101,39 @@ def read(options: Mapping[str, Any]) -> Asked:
         if name not in of_server and name not in of_fleet
     }
     config = EngineConfig.create(**others)
-    for name, usual in (("nnodes", 1), ("distributed_executor_backend", None)):
-        value = getattr(config.parallel, name)
-        if value != usual:
+    for name in ("distributed_executor_backend", "node_rank", "master_addr", "master_port"):
+        if name in others and others[name] != getattr(_ONE_HOST, name):
             raise refused(
                 name,
-                value,
-                "an engine under Ray Serve has one host; start engines of several with "
-                "`jaxllm serve --nnodes`, behind a gateway",
+                others[name],
+                "the replica starts the ranks of its engine; say with nnodes how many",
             )
-    return Asked(others, config, server, fleet)
+    return Asked(others, config, server, _over_hosts(fleet, config.parallel.nnodes))
+
+
+def _over_hosts(fleet: FleetOptions, num_ranks: int | str) -> FleetOptions:
+    """The options with a bundle for each rank of an engine over several hosts."""
+    if num_ranks == 1:
+        return fleet
+    if num_ranks == "auto":
+        raise refused("nnodes", num_ranks, "under Ray Serve say how many ranks an engine has")
+    bundles = fleet.placement_group_bundles
+    if bundles is None:
+        bundles = [_bundle(fleet.ray_actor_options or {})] * int(num_ranks)
+    if len(bundles) != num_ranks:
+        raise refused(
+            "placement_group_bundles",
+            bundles,
+            f"nnodes={num_ranks}; give a bundle for each rank of an engine",
+        )
+    return dataclasses.replace(fleet, placement_group_bundles=bundles)
+
+
+def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor of Ray Serve with these options takes."""
+    bundle = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0)}
+    bundle |= {"memory": actor.get("memory", 0), **actor.get("resources", {})}
+    return {name: amount for name, amount in bundle.items() if amount}
 
 
 def read_server(options: Mapping[str, Any]) -> ServerOptions:
@@ -175,6 +200,8 @@ def _given(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the given options that are fields of a kind."""
     return {f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given}
 
+
+_ONE_HOST = ParallelConfig()
 
 # Options of a server that listens itself, and those whose state no other frontend would see.
 _BY_SERVE = "Ray Serve's proxy listens; give this to Serve (http_options)"

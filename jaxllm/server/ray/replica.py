@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,6 +26,9 @@ from jaxllm.messages import (
 )
 from jaxllm.server.ray.work import Work
 
+if TYPE_CHECKING:
+    from jaxllm.server.ray.ranks import FollowingRanks
+
 logger = init_logger(__name__)
 
 _EXIT_ENGINE_DEAD = 1
@@ -44,16 +47,34 @@ class EngineReplica:
         # Ray lets some more in: it leaves room for aborts and calls, and routers see a new prompt
         # late.
         self._room = asyncio.Semaphore(max_prompts)
-        self._process = EngineProcess(EngineConfig.create(**engine_options))
-        try:
-            self._client = AsyncClient(self._process)
-        except BaseException:
-            self._process.stop(grace_s=0)
-            raise
+        self._ranks: FollowingRanks | None = None
+        self._process, self._client = self._start(EngineConfig.create(**engine_options))
         self._encoder = msgspec.msgpack.Encoder()
         self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}  # by the engine's request id
         self._reader: asyncio.Task[None] | None = None
         self._is_running = True
+
+    def _start(self, config: EngineConfig) -> tuple[EngineProcess, AsyncClient]:
+        """Start rank 0 of the engine here, and its other ranks, if it has any, in the further
+        bundles of this replica."""
+        if (num_ranks := config.parallel.nnodes) != 1:
+            from jaxllm.server.ray.ranks import FollowingRanks
+
+            assert isinstance(num_ranks, int), num_ranks
+            self._ranks = FollowingRanks(num_ranks)
+            config = self._ranks.config_of_rank_0(config)
+        process = EngineProcess(config)
+        try:
+            if self._ranks is not None:
+                self._ranks.follow(process)
+            return process, AsyncClient(process)
+        except BaseException as error:
+            process.stop(grace_s=0)
+            if self._ranks is not None:
+                self._ranks.stop()
+                if isinstance(error, EngineDeadError) and self._ranks.reason is not None:
+                    raise EngineDeadError(f"{error}; {self._ranks.reason}") from error
+            raise
 
     async def check_health(self) -> None:
         """Raise if the engine has ended. From the first call on a silent engine is noticed, too."""
@@ -122,9 +143,13 @@ class EngineReplica:
         self._is_running = False
         if self._reader is not None:
             self._reader.cancel()
+        if self._ranks is not None:
+            self._ranks.may_end()
         self._client.send(Stop())
         self._client.close()
         self._process.stop(_STOP_GRACE_S)
+        if self._ranks is not None:
+            self._ranks.stop()
 
     def _read_on(self) -> None:
         if self._reader is None:

@@ -1,0 +1,1 @@
+"""Readers for the files of processors, a module for each family."""
