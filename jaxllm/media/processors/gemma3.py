@@ -11,6 +11,7 @@ _TOKENS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 
 
 def read(files: Files) -> dict[str, Any]:
+    """What the files say: squares of one size, with marks before and behind."""
     edge = square_edge(files)
     if files.fields.get("do_pan_and_scan"):
         raise UnsupportedModelError(f"{FILE}: do_pan_and_scan is not supported; set it to false")

@@ -10,6 +10,7 @@ _BUDGETS = (70, 140, 280, 560, 1120)  # the numbers of tokens of an image that t
 
 
 def read(files: Files) -> dict[str, Any]:
+    """What the files say: images that keep their ratio, and their number of tokens."""
     for name, value in (
         ("patch_size", files.wanted.patch_size), ("pooling_kernel_size", files.wanted.merge),
     ):  # fmt: skip

@@ -20,6 +20,7 @@ _MOST_TILES = 64
 
 
 def read(files: Files) -> dict[str, Any]:
+    """What the files say: how many tiles an image has, each a square of one size."""
     # crop_to_patches is not asked: InternVLProcessor cuts images, whatever this file says.
     edge = square_edge(files)
     of_tile = (edge // files.wanted.patch_size // files.wanted.merge) ** 2

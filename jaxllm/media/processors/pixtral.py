@@ -17,6 +17,7 @@ _HIGHEST_EDGE = 1 << 13
 
 
 def read(files: Files) -> dict[str, Any]:
+    """What the files say: the longest edge, and the tokens between and behind rows."""
     for name, value in (
         ("patch_size", files.wanted.patch_size),
         ("spatial_merge_size", files.wanted.merge),

@@ -12,6 +12,7 @@ _OF_AREA = ("size", "min_pixels", "max_pixels")
 
 
 def read(files: Files) -> dict[str, Any]:
+    """What the files say: the least and the largest area."""
     for name, value in (
         ("patch_size", files.wanted.patch_size),
         ("merge_size", files.wanted.merge),
