@@ -16,6 +16,7 @@ from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
 from jaxllm.cli.arguments import add_engine_arguments, engine_options_from
 from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.logging import init_logger
+from jaxllm.plural import counted
 
 if TYPE_CHECKING:
     from jaxllm.programs.report import PlanReport, ProgramReport
@@ -209,6 +210,7 @@ def _offload_lines(report: "PlanReport") -> list[str]:
     lines = [
         f"on the host {its.num_bytes / 2**30:.2f} GiB: "
         + describe_groups(groups, report.block_size)
+        + (f", {counted(its.num_snapshots, 'snapshot')} of states" if its.num_snapshots else "")
     ]
     if its.seconds_to_load and its.seconds_to_compute:
         ratio = its.seconds_to_compute / its.seconds_to_load

@@ -3,6 +3,9 @@
 Blocks of all caches of one shape are in one buffer, `[blocks, caches, ...]`, cut over the devices
 as the caches are. There are so many blocks in a buffer for every call: those that a call does not
 need repeat its last one.
+
+Snapshots of states are a group behind the cache groups. Its caches are the arrays of snapshots, and
+a block is a snapshot.
 """
 
 from collections.abc import Sequence
@@ -19,29 +22,42 @@ from jaxllm.plan.stages import StagePlan
 # Blocks that one call moves. A block of 64 tokens of an 8B model has 8 MiB: 128 MiB are long enough
 # to transfer that the call does not count, and little beside a step's temporaries.
 BLOCKS_PER_CALL = 16
+# Snapshots are rare and large: one of Qwen3-Next-80B has some 75 MiB.
+SNAPSHOTS_PER_CALL = 1
 
 
 class Buffer(NamedTuple):
     """Blocks of the caches of one shape."""
 
-    caches: tuple[int, ...]  # by their place in DeviceState.caches
-    shape: jax.ShapeDtypeStruct  # with BLOCKS_PER_CALL blocks
+    caches: tuple[int, ...]  # by their place in DeviceState.caches, or among its snapshots' arrays
+    shape: jax.ShapeDtypeStruct  # with the blocks of a call
+
+
+def num_groups(plan: EnginePlan) -> int:
+    """How many groups the host keeps blocks of."""
+    return len(plan.cache_groups) + (plan.snapshots is not None)
+
+
+def is_of_snapshots(plan: EnginePlan, group: int) -> bool:
+    """Whether a group is that of the snapshots."""
+    return group == len(plan.cache_groups)
+
+
+def blocks_per_call(plan: EnginePlan, group: int) -> int:
+    """How many blocks of a group one call moves."""
+    return SNAPSHOTS_PER_CALL if is_of_snapshots(plan, group) else BLOCKS_PER_CALL
 
 
 def group_buffers(plan: EnginePlan, stage: StagePlan, group: int) -> tuple[Buffer, ...]:
     """The buffers for the blocks of a cache group in a stage."""
-    window = plan.cache_groups[group].window
     alike: dict[Any, list[int]] = {}
-    for index, (config, cache) in enumerate(
-        zip(stage.attention_configs, stage.cache_shapes, strict=True)
-    ):
-        if window_of(config) == window:
-            alike.setdefault((cache.shape[1:], cache.dtype, cache.sharding), []).append(index)
+    for index, cache in _arrays(plan, stage, group).items():
+        alike.setdefault((cache.shape[1:], cache.dtype, cache.sharding), []).append(index)
     return tuple(
         Buffer(
             tuple(caches),
             jax.ShapeDtypeStruct(
-                (BLOCKS_PER_CALL, len(caches), *shape),
+                (blocks_per_call(plan, group), len(caches), *shape),
                 dtype,
                 sharding=_of_buffer(sharding, on_host=plan.chip.platform != "cpu"),
             ),
@@ -50,9 +66,22 @@ def group_buffers(plan: EnginePlan, stage: StagePlan, group: int) -> tuple[Buffe
     )
 
 
-def cache_shapes(stage: StagePlan, buffers: Sequence[Buffer]) -> tuple[Any, ...]:
+def cache_shapes(plan: EnginePlan, stage: StagePlan, group: int) -> tuple[Any, ...]:
     """The caches of a group, in the order of its buffers."""
-    return tuple(stage.cache_shapes[index] for buffer in buffers for index in buffer.caches)
+    arrays = _arrays(plan, stage, group)
+    buffers = group_buffers(plan, stage, group)
+    return tuple(arrays[index] for buffer in buffers for index in buffer.caches)
+
+
+def _arrays(plan: EnginePlan, stage: StagePlan, group: int) -> dict[int, Any]:
+    """The caches of a group in a stage, by their places."""
+    if is_of_snapshots(plan, group):
+        return dict(enumerate(jax.tree.leaves(stage.snapshot_shapes)))
+    window = plan.cache_groups[group].window
+    caches = zip(stage.attention_configs, stage.cache_shapes, strict=True)
+    return {
+        index: cache for index, (config, cache) in enumerate(caches) if window_of(config) == window
+    }
 
 
 def make_gather(buffers: Sequence[Buffer]) -> Any:
@@ -93,7 +122,7 @@ def make_scatter(buffers: Sequence[Buffer]) -> Any:
                 for index in range(len(buffer.caches))
             )
 
-        return jax.lax.fori_loop(0, BLOCKS_PER_CALL, write, caches)
+        return jax.lax.fori_loop(0, len(blocks), write, caches)
 
     return scatter
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxllm.offload.block_files import BlockFiles
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.programs.identity import program_identity
@@ -41,7 +43,10 @@ def _identity(plan: EnginePlan, about: Callable[[Path], Any]) -> bytes:
         if path.is_file() and not _is_hidden(path.relative_to(plan.model_dir))
     )
     caches = [
-        [(cache.shape[1:], str(cache.dtype)) for cache in stage.cache_shapes]
+        [
+            (array.shape[1:], str(array.dtype))
+            for array in (*stage.cache_shapes, *jax.tree.leaves(stage.snapshot_shapes))
+        ]
         for stage in plan.stages
     ]
     windows = [group.window for group in plan.cache_groups]

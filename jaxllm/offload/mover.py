@@ -22,7 +22,7 @@ import numpy as np
 from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
 from jaxllm.offload.block_files import BlockFiles
-from jaxllm.offload.buffers import BLOCKS_PER_CALL, Buffer
+from jaxllm.offload.buffers import Buffer, blocks_per_call
 from jaxllm.offload.inventory import Inventory
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.stage import Stage
@@ -54,8 +54,9 @@ class Others(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The blocks of a cache group on the host."""
+    """The blocks of a cache group on the host, or the snapshots of states."""
 
+    blocks_per_call: int
     stages: list[tuple[Stage, tuple[Buffer, ...]]]  # those with caches of the group
     # By stage and buffer: [places, caches, ...]. Memory is taken as places are written.
     arrays: list[list[np.ndarray]]
@@ -67,7 +68,7 @@ class _Pool:
 
 @dataclass(slots=True)
 class _Copy:
-    """Blocks of a group that the devices read, up to BLOCKS_PER_CALL."""
+    """Blocks of a group that the devices read in one call."""
 
     group: int
     places: list[int]
@@ -100,7 +101,8 @@ class BlockMover:
         self._inventory = Inventory()
         self.num_given = 0
         self._pools = [
-            _make_pool(stages, group, num_places) for group, num_places in enumerate(offload.places)
+            _make_pool(stages, group, num_places, blocks_per_call(plan, group))
+            for group, num_places in enumerate(offload.places)
         ]
         self._work: queue.SimpleQueue[_Work | Callable[[], None] | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
@@ -117,12 +119,12 @@ class BlockMover:
         try:
             loads = [
                 (group, blocks, self._take(group, places))
-                for _, group, blocks, places in _calls(moves.loads)
+                for _, group, blocks, places in self._calls(moves.loads)
             ]
             self._read_on_devices(work)
             for group, blocks, data in loads:
                 for stage, its in zip(self._stages(group), data, strict=True):
-                    stage.write_blocks(group, _padded(blocks), its)
+                    stage.write_blocks(group, self._padded(group, blocks), its)
         finally:
             self._work.put(work)  # also what was not dispatched is to be told
 
@@ -180,10 +182,9 @@ class BlockMover:
         """Dispatch the stores. What fails is not stored, and costs nothing else."""
         moves = work.moves
         try:
-            for indices, group, blocks, places in _calls(moves.stores):
-                arrays = [
-                    stage.read_blocks(group, _padded(blocks)) for stage in self._stages(group)
-                ]
+            for indices, group, blocks, places in self._calls(moves.stores):
+                padded = self._padded(group, blocks)
+                arrays = [stage.read_blocks(group, padded) for stage in self._stages(group)]
                 contents = [moves.contents[index] for index in indices]
                 work.copies.append(_Copy(group, places, contents, arrays))
         except Exception:
@@ -194,7 +195,7 @@ class BlockMover:
 
     def _take(self, group: int, places: list[int]) -> list[list[Any]]:
         """Copy blocks from their places, for each stage."""
-        pool, padded = self._pools[group], _padded(places)
+        pool, padded = self._pools[group], self._padded(group, places)
         return [
             [
                 jax.device_put(array[padded], buffer.shape.sharding)
@@ -202,6 +203,20 @@ class BlockMover:
             ]
             for arrays, (_, buffers) in zip(pool.arrays, pool.stages, strict=True)
         ]
+
+    def _calls(self, moves: np.ndarray) -> Iterator[tuple[list[int], int, list[int], list[int]]]:
+        """The calls of a program that make moves: their indices, the group, device blocks, and
+        places on the host."""
+        for group in dict.fromkeys(moves[:, 0].tolist()):
+            its, size = np.flatnonzero(moves[:, 0] == group), self._pools[group].blocks_per_call
+            for first in range(0, len(its), size):
+                some = its[first : first + size]
+                yield some.tolist(), group, moves[some, 1].tolist(), moves[some, 2].tolist()
+
+    def _padded(self, group: int, numbers: list[int]) -> np.ndarray:
+        padded = np.full(self._pools[group].blocks_per_call, numbers[-1], np.int32)
+        padded[: len(numbers)] = numbers
+        return padded
 
     def _run(self) -> None:
         while True:
@@ -328,28 +343,13 @@ class BlockMover:
         return arrivals
 
 
-def _make_pool(stages: Sequence[Stage], group: int, num_places: int) -> _Pool:
+def _make_pool(stages: Sequence[Stage], group: int, num_places: int, blocks_per_call: int) -> _Pool:
     its = [(stage, buffers) for stage in stages if (buffers := stage.block_buffers(group))]
     return _Pool(
+        blocks_per_call,
         its,
         [
             [np.empty((num_places, *buffer.shape.shape[1:]), buffer.shape.dtype) for buffer in its]
             for _, its in its
         ],
     )
-
-
-def _calls(moves: np.ndarray) -> Iterator[tuple[list[int], int, list[int], list[int]]]:
-    """The calls of a program that make moves: their indices, the group, device blocks, and places
-    on the host."""
-    for group in dict.fromkeys(moves[:, 0].tolist()):
-        its = np.flatnonzero(moves[:, 0] == group)
-        for first in range(0, len(its), BLOCKS_PER_CALL):
-            some = its[first : first + BLOCKS_PER_CALL]
-            yield some.tolist(), group, moves[some, 1].tolist(), moves[some, 2].tolist()
-
-
-def _padded(numbers: list[int]) -> np.ndarray:
-    padded = np.full(BLOCKS_PER_CALL, numbers[-1], np.int32)
-    padded[: len(numbers)] = numbers
-    return padded

@@ -9,21 +9,23 @@ from pathlib import Path
 import jax
 
 from jaxllm.cache_config import CacheConfig
-from jaxllm.cache_groups import CacheGroup, window_of
+from jaxllm.cache_groups import CacheGroup, StateSnapshots, window_of
 from jaxllm.errors import refused
 from jaxllm.handover_config import HandOverConfig
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plan.stages import StagePlan
 
 _LEAST_BLOCKS = 8  # in each group; with fewer hardly anything would be found
+_LEAST_SNAPSHOTS = 2  # of each request one is enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
     """What the host keeps of a replica."""
 
-    places: tuple[int, ...]  # for blocks, by cache group
-    block_bytes: tuple[int, ...]  # of a block over all devices, by cache group
+    # For blocks, by cache group; then for snapshots of states, if the model has states.
+    places: tuple[int, ...]
+    block_bytes: tuple[int, ...]  # of a block over all devices, likewise
     directory: Path | None  # of files of blocks
     directory_bytes: int
     hand_over: HandOverConfig | None = None  # None: other engines have no part in it
@@ -41,6 +43,7 @@ def plan_offload(
     hand_over: HandOverConfig,
     stages: Sequence[StagePlan],
     groups: Sequence[CacheGroup],
+    snapshots: StateSnapshots | None,
 ) -> OffloadPlan | None:
     """Divide the host's memory among the groups as that of the devices is; None: nothing is asked
     for."""
@@ -48,10 +51,13 @@ def plan_offload(
     if size is None:
         return None
     option = "kv_offloading_size"
-    if any(stage.state_shapes for stage in stages):
-        raise refused(
-            option, size, "the model has recurrent layers, whose states are not in blocks"
-        )
+    has_states = any(stage.state_shapes for stage in stages)
+    if has_states and snapshots is None:
+        why = "states of recurrent layers are found by their snapshots, and there are none"
+        raise refused(option, size, f"{why}; raise num_state_snapshots")
+    if has_states and hand_over.kv_role is not None:
+        why = "the model has recurrent layers, whose states are not handed over"
+        raise refused("kv_role", hand_over.kv_role, f"{why}; leave it out")
     if (draft := stages[0].draft) is not None:
         raise refused(option, size, f"{draft.name} has caches of its own; let 'ngram' draft")
     caches = [
@@ -59,7 +65,7 @@ def plan_offload(
         for stage in stages
         for config, shape in zip(stage.attention_configs, stage.cache_shapes, strict=True)
     ]
-    if not caches:
+    if not caches and not has_states:
         raise refused(option, size, "no layer of the model keeps keys and values")
     num_blocks = {group.window: group.num_blocks for group in groups}
     if any(shape.shape[0] != num_blocks[window] for window, shape in caches):
@@ -68,15 +74,24 @@ def plan_offload(
         sum(_block_bytes(shape) for window, shape in caches if window == group.window)
         for group in groups
     )
-    whole = sum(group.num_blocks * its for group, its in zip(groups, block_bytes, strict=True))
+    counts = [group.num_blocks for group in groups]
+    least_places = [_LEAST_BLOCKS] * len(groups)
+    if snapshots is not None:
+        arrays = [one for stage in stages for one in jax.tree.leaves(stage.snapshot_shapes)]
+        block_bytes += (sum(map(_block_bytes, arrays)),)
+        counts.append(snapshots.count)
+        least_places.append(_LEAST_SNAPSHOTS)
+    whole = sum(map(operator.mul, counts, block_bytes))
     share = size * 2**30 / whole
-    places = tuple(int(group.num_blocks * share) for group in groups)
-    if min(places) < _LEAST_BLOCKS:
-        least = max(_LEAST_BLOCKS / group.num_blocks for group in groups) * whole
+    places = tuple(int(count * share) for count in counts)
+    if any(map(operator.lt, places, least_places)):
+        least = max(map(operator.truediv, least_places, counts)) * whole
+        also = f" and {_LEAST_SNAPSHOTS} snapshots of states" if snapshots is not None else ""
         raise refused(
             option,
             size,
-            f"this is too little for {_LEAST_BLOCKS} blocks of each kind of layers; give at least "
+            f"this is too little for {_LEAST_BLOCKS} blocks of each kind of layers{also}; give at "
+            "least "
             f"{math.ceil(least / 2**20 * 1.01) / 1024:.4f} ({format_bytes(math.ceil(least))})",
         )
     path = asked.kv_offloading_path

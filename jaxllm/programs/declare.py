@@ -15,11 +15,12 @@ from jaxllm_kernels.common import cdiv
 from jaxllm.lora.device import AdapterArrays, write_adapter
 from jaxllm.media.device import EncoderLayout
 from jaxllm.offload.buffers import (
-    BLOCKS_PER_CALL,
+    blocks_per_call,
     cache_shapes,
     group_buffers,
     make_gather,
     make_scatter,
+    num_groups,
 )
 from jaxllm.parallel.sharding import place, sharding
 from jaxllm.plan.buckets import Bucket
@@ -52,7 +53,7 @@ WRITE_EMBEDS = "write_embeds"
 
 
 class BlocksKey(NamedTuple):
-    """The key of a program that moves blocks of a cache group."""
+    """The key of a program that moves blocks of a cache group, or snapshots behind them."""
 
     way: Literal["read", "write"]  # on the devices
     group: int
@@ -140,7 +141,7 @@ def num_programs(plan: EnginePlan) -> int:
     moving = 2 * sum(
         bool(group_buffers(plan, stage, group))
         for stage in plan.stages
-        for group in range(len(plan.cache_groups))
+        for group in range(num_groups(plan))
         if plan.offload is not None
     )
     return (
@@ -224,11 +225,12 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=their,
         )
-    for group in range(len(plan.cache_groups) if plan.offload is not None else 0):
+    for group in range(num_groups(plan) if plan.offload is not None else 0):
         if not (buffers := group_buffers(plan, stage, group)):
             continue
-        caches = cache_shapes(stage, buffers)
-        blocks = place(jax.ShapeDtypeStruct((BLOCKS_PER_CALL,), np.int32), everywhere)
+        caches = cache_shapes(plan, stage, group)
+        size = (blocks_per_call(plan, group),)
+        blocks = place(jax.ShapeDtypeStruct(size, np.int32), everywhere)
         data = tuple(buffer.shape for buffer in buffers)
         programs[BlocksKey("read", group)] = program(
             f"read_blocks_{group}",

@@ -17,6 +17,7 @@ class OffloadReport:
 
     num_bytes: int
     num_blocks: tuple[int, ...]  # by cache group
+    num_snapshots: int  # of states
     seconds_to_load: float | None
     seconds_to_compute: float | None
 
@@ -32,7 +33,8 @@ def report_offload(plan: EnginePlan, chunks: Sequence[Bound | None]) -> OffloadR
     block_bytes = max(sum(stage.block_bytes) for stage in plan.stages)
     return OffloadReport(
         num_bytes=plan.offload.num_bytes,
-        num_blocks=plan.offload.places,
+        num_blocks=plan.offload.places[: len(plan.cache_groups)],
+        num_snapshots=plan.offload.places[-1] if plan.snapshots is not None else 0,
         seconds_to_load=block_bytes / HOST_BYTES_PER_SECOND if slowest else None,
         seconds_to_compute=slowest * plan.block_size / plan.max_num_batched_tokens
         if slowest

@@ -55,9 +55,12 @@ def _offload(plan: EnginePlan) -> str:
     where = f", and in {its.directory}" if its.directory is not None else ""
     groups = (
         dataclasses.replace(group, num_blocks=num_places)
-        for group, num_places in zip(plan.cache_groups, its.places, strict=True)
+        for group, num_places in zip(plan.cache_groups, its.places, strict=False)
     )
-    return f"evicted blocks {its}{where}: {describe_groups(groups, plan.block_size)}\n"
+    room = describe_groups(groups, plan.block_size)
+    if plan.snapshots is not None:
+        room += f", {counted(its.places[-1], 'snapshot')} of states"
+    return f"evicted blocks {its}{where}: {room}\n"
 
 
 def _int4(plan: EnginePlan) -> str:

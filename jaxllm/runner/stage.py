@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.offload.buffers import Buffer, group_buffers
+from jaxllm.offload.buffers import Buffer, group_buffers, is_of_snapshots, num_groups
 from jaxllm.parallel.sharding import sharding
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
@@ -47,9 +47,7 @@ class Stage:
         self._stage = stage
         self._num_table_rows = len(plan.cache_groups) * plan.max_num_seqs
         self._programs = programs
-        self._buffers = [
-            group_buffers(plan, stage, group) for group in range(len(plan.cache_groups))
-        ]
+        self._buffers = [group_buffers(plan, stage, group) for group in range(num_groups(plan))]
         self.weights = weights  # empty while the engine sleeps
         # Awaited: memory that is not there is an error of the start, and of no request.
         self._state: DeviceState | None = jax.block_until_ready(
@@ -133,24 +131,30 @@ class Stage:
         return self._buffers[group]
 
     def read_blocks(self, group: int, blocks: np.ndarray) -> tuple[jax.Array, ...]:
-        """Copy blocks of a cache group, i32 [BLOCKS_PER_CALL], to new buffers."""
+        """Copy blocks of a cache group, i32 [blocks of a call], to new buffers. Behind the cache
+        groups, snapshots are a group."""
         assert (state := self._state) is not None, "there is no cache to read"
         program = self._programs[program_key(self._stage, BlocksKey("read", group))]
-        buffers = program(_caches(state, self._buffers[group]), blocks)
+        arrays = self._arrays(state, group)
+        buffers = program(_caches(arrays, self._buffers[group]), blocks)
         for buffer in buffers:
             buffer.copy_to_host_async()
         return buffers
 
     def write_blocks(self, group: int, blocks: np.ndarray, data: Sequence[jax.Array]) -> None:
-        """Copy buffers to blocks of a cache group, i32 [BLOCKS_PER_CALL]."""
+        """Copy buffers to blocks of a cache group, i32 [blocks of a call]."""
         program = self._programs[program_key(self._stage, BlocksKey("write", group))]
         buffers, state = self._buffers[group], self._take_state()
-        caches = list(state.caches)
+        caches = self._arrays(state, group)
         indices = [index for buffer in buffers for index in buffer.caches]
-        written = program(_caches(state, buffers), blocks, tuple(data))
+        written = program(_caches(caches, buffers), blocks, tuple(data))
         for index, cache in zip(indices, written, strict=True):
             caches[index] = cache
-        self._state = dataclasses.replace(state, caches=tuple(caches))
+        if is_of_snapshots(self._plan, group):
+            snapshots = jax.tree.unflatten(jax.tree.structure(state.snapshots), caches)
+            self._state = dataclasses.replace(state, snapshots=snapshots)
+        else:
+            self._state = dataclasses.replace(state, caches=tuple(caches))
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
@@ -165,6 +169,12 @@ class Stage:
         """Free the devices' memory. Nothing can run any more."""
         self.weights, self._state, self._adapters = [], None, None
 
+    def _arrays(self, state: DeviceState, group: int) -> list[Any]:
+        """The arrays of which a group's caches are some."""
+        if is_of_snapshots(self._plan, group):
+            return jax.tree.leaves(state.snapshots)
+        return list(state.caches)
+
     def _take_state(self) -> DeviceState:
         """Return the state, for a program that consumes it."""
         state = self._state
@@ -174,5 +184,5 @@ class Stage:
         return state
 
 
-def _caches(state: DeviceState, buffers: Sequence[Buffer]) -> tuple[Any, ...]:
-    return tuple(state.caches[index] for buffer in buffers for index in buffer.caches)
+def _caches(arrays: Sequence[Any], buffers: Sequence[Buffer]) -> tuple[Any, ...]:
+    return tuple(arrays[index] for buffer in buffers for index in buffer.caches)

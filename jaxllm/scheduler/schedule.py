@@ -84,7 +84,9 @@ class BlockMoves:
     stores have been read there."""
 
     number: int  # counts the moves of an engine
-    stores: np.ndarray  # int32 [stores, 3]: cache group, device block, place on the host
+    # int32 [stores, 3]: cache group, device block, place on the host. Behind the cache groups,
+    # snapshots of states are a group.
+    stores: np.ndarray
     contents: list[bytes]  # the hashes of what is stored
     loads: np.ndarray  # int32 [loads, 3]: the same numbers
     reads: list[tuple[int, int, bytes]]  # from files: cache group, place, content

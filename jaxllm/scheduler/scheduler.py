@@ -212,10 +212,10 @@ class Scheduler:
             draft.carried_from = self._lanes.carried_from(rows)
         if self._drafting is not None:
             draft.draft_reads = self._drafting.take_reads()
-        if tier is not None:
-            draft.moves = tier.take_moves()
         if self._kv.snapshots is not None:
             draft.state_copies = self._kv.snapshots.take_copies(rows)
+        if tier is not None:
+            draft.moves = tier.take_moves()
         schedule = draft.build(self._num_steps, rows)
         self._num_steps += 1
         self._results.dispatched.append(Dispatched(schedule, [*rows]))

@@ -174,6 +174,11 @@ MECHANISMS = {
     "fp8 cache": ("llama", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "drafts": ("llama", {}, {"dtype": "float32", "spec_method": "ngram", "spec_tokens": 3}),
     "tiers": ("llama", {}, {"dtype": "float32", "kv_offloading_size": 0.01}),
+    "tiers of states": (
+        "qwen3_next",
+        {},
+        {"dtype": "float32", "kv_offloading_size": 0.1, "num_state_snapshots": 8},
+    ),
 }
 
 

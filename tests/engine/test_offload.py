@@ -215,7 +215,56 @@ def test_what_cannot_be_is_refused_by_name(model, options, message):
         LLM(model, **TINY | options)
 
 
-def test_states_are_refused(tmp_path):
-    model = make_tiny_checkpoint(tmp_path, "qwen3_next")
-    with pytest.raises(ValidationError, match="kv_offloading_size=0.002: .*recurrent layers"):
-        LLM(model, **TINY, **HOST)
+STATES = {"dtype": "float32", "mamba_block_size": 16}
+
+
+def assert_alike(answers, expected):
+    """What a preempted request computes again, it computes in chunks, which have other last bits
+    than decodes. `test_batch_invariant.py` compares bits."""
+    for (tokens, logprobs, reason), its in zip(answers, expected, strict=True):
+        assert (tokens, reason) == (its[0], its[2])
+        for at, other in zip(logprobs, its[1], strict=True):
+            assert at == pytest.approx(other, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("recurrent"), "qwen3_next"))
+
+
+def test_snapshots_of_states_come_back_from_host_and_files(recurrent, tmp_path):
+    """There are snapshots for fewer prefixes than there are requests."""
+    expected = generate(LLM(recurrent, **TINY | STATES))
+    options = FEW | STATES | {"num_state_snapshots": 4, "kv_offloading_size": 0.02}
+    options |= {"kv_offloading_path": str(tmp_path / "blocks")}
+    llm = LLM(recurrent, **options)
+    assert_alike(generate(llm), expected)
+    its = stats(llm)
+    assert its.num_preemptions > 2 and its.host_blocks_loaded > 2
+    least = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens, _, _ in expected)
+    # Of a preempted request what is behind its last snapshot is computed again.
+    assert its.num_scheduled_tokens <= least + len(PROMPTS) + 17 * its.num_preemptions
+    found = its.external_cache_hits
+    assert_alike(generate(llm), expected)
+    assert stats(llm).external_cache_hits > found
+    llm.llm_engine.shutdown()
+    again = LLM(recurrent, **options)
+    assert_alike(generate(again), expected)
+    assert stats(again).host_blocks_read and stats(again).external_cache_hits > 100
+    again.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_state_snapshots": 0}, "kv_offloading_size=0.02: .*raise num_state_snapshots"),
+        ({"kv_role": "kv_both", "kv_secret_file": "key"}, "kv_role='kv_both': .*recurrent"),
+    ],
+)
+def test_what_states_do_not_have_is_refused_by_name(recurrent, tmp_path, options, message):
+    if "kv_secret_file" in options:
+        (tmp_path / "key").write_text("a" * 40)
+        (tmp_path / "key").chmod(0o600)
+        options = options | {"kv_secret_file": str(tmp_path / "key")}
+    with pytest.raises(ValidationError, match=message):
+        LLM(recurrent, **TINY | {"kv_offloading_size": 0.02} | options)

@@ -419,10 +419,12 @@ class FakeEngine:
             num_snapshots=snapshots.count if snapshots else 0,
             is_right=is_right,
         )
-        self.mover = FakeMover(self.device.kv, has_files=has_files)
+        # Behind the blocks of the groups, snapshots.
+        arrays = [*self.device.kv, *([self.device.snapshots] if snapshots else [])]
+        self.mover = FakeMover(arrays, has_files=has_files)
         self.tier = None
         if num_places:
-            places = [num_places] * len(groups)
+            places = [num_places] * len(arrays)
             self.tier = HostTier(places, self.mover, is_eager=has_files)
         self.kv = KVCacheManager(
             groups=groups,

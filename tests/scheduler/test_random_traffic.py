@@ -192,11 +192,25 @@ def test_thousands_of_requests_with_states_come_and_go(
 
 @numbers_of_requests(120, 300)
 @pytest.mark.parametrize(
-    ("depth", "num_stages", "windows", "num_places", "has_files"),
-    [(1, 1, "everything", 12, False), (4, 4, "windows", 60, False), (1, 1, "chunks", 40, True)],
+    ("depth", "num_stages", "windows", "num_places", "has_files", "snapshots"),
+    [
+        (1, 1, "everything", 12, False, None),
+        (4, 4, "windows", 60, False, None),
+        (1, 1, "chunks", 40, True, None),
+        (1, 1, "windows", 60, False, SNAPSHOTS),
+        (4, 4, "everything", 30, True, SNAPSHOTS),
+    ],
 )
 def test_blocks_go_to_the_host_and_come_back(
-    make_engine, make_request, depth, num_stages, windows, num_places, has_files, num_requests
+    make_engine,
+    make_request,
+    depth,
+    num_stages,
+    windows,
+    num_places,
+    has_files,
+    snapshots,
+    num_requests,
 ):
     """While copies arrive late or fail, steps fail, requests are aborted and prefixes forgotten."""
     rng = np.random.default_rng([depth, num_places])
@@ -210,6 +224,7 @@ def test_blocks_go_to_the_host_and_come_back(
         max_model_len=MAX_MODEL_LEN,
         num_places=num_places,
         has_files=has_files,
+        snapshots=snapshots,
         failure_loses_cache=has_files,
     )
     traffic = Traffic(make_request, rng)
@@ -322,7 +337,7 @@ def test_any_sequence_of_calls_keeps_the_invariants(make_engine, make_request):
                 max_model_len=MAX_MODEL_LEN,
                 enable_prefix_caching=caching,
                 snapshots=SNAPSHOTS if has_states and caching else None,
-                num_places=num_places if caching and not has_states else 0,
+                num_places=num_places if caching else 0,
                 has_files=has_files,
                 **({"policy": priority} if by_priority else {}),
             )

@@ -18,7 +18,11 @@ from jaxllm.scheduler.schedule import BlockMoves, Mover
 
 
 class HostTier:
-    """The pools of all cache groups on the host, and the moves that the next step begins with."""
+    """The pools of all cache groups on the host, and the moves that the next step begins with.
+
+    Snapshots of states are a group behind those of blocks: their places are its blocks, and a
+    content is the hash of the prefix at whose end the state is.
+    """
 
     def __init__(self, num_places: Sequence[int], mover: Mover, *, is_eager: bool = False) -> None:
         """If it is eager, blocks are copied when they are filled, and not when they are about to be

@@ -9,8 +9,9 @@ all admissions of a step.
 Each group of layers has a pool of blocks, and a request has a table in each group. A request gives
 a block of a group with a window back once none of its later tokens can read the block.
 
-With a tier (`host_tier`), blocks have a second home on the host. Of a prefix that is there, a
-request gets blocks of its own, which are filled before its first chunk.
+With a tier (`host_tier`), blocks have a second home on the host, and so have snapshots of states.
+Of a prefix that is there, a request gets blocks of its own, which are filled before its first
+chunk.
 """
 
 import functools
@@ -51,7 +52,9 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         # Whether requests can share a prefix at all.
         self.can_share = snapshots is not None or not keeps_states
-        self.snapshots = None if snapshots is None else Snapshots(snapshots, block_size)
+        self.snapshots = None
+        if snapshots is not None:
+            self.snapshots = Snapshots(snapshots, block_size, tier, len(self.groups))
         assert tier is None or enable_prefix_caching, "the host has blocks by their hashes"
         self.tier = tier
         self._pools = tuple(
@@ -106,7 +109,7 @@ class KVCacheManager:
         if self.snapshots is None:
             return length
         end = length
-        while (found := self.snapshots.find(request, length)) < length:
+        while (found := self.snapshots.find(request, length, now=now)) < length:
             length = self._search.longest(request, found, now=now)
         request.parts_at = end * self.block_size if length < end else 0
         return length
@@ -121,6 +124,8 @@ class KVCacheManager:
         missing = [
             self._search.missing(request, index, length) for index in range(len(self.groups))
         ]
+        if self.snapshots is not None:
+            missing.append(self.snapshots.missing(request, length))
         # If these take most of a pool, others on their way might drive them out again and again.
         fits = all(
             2 * len(its) <= pool.num_places for its, pool in zip(missing, tier.pools, strict=True)
@@ -147,8 +152,11 @@ class KVCacheManager:
 
         It gets them all at once, not chunk by chunk: otherwise prompts that are admitted together
         could take each other's room half way. Return False and change nothing if fewer than
-        `reserve` blocks would stay free in a group.
+        `reserve` blocks would stay free in a group, or there is no place for a snapshot.
         """
+        snapshots = self.snapshots if num_prefix_blocks else None
+        if snapshots is not None and not snapshots.has_room(request, num_prefix_blocks):
+            return False
         length = -(-request.num_tokens // self.block_size)
         parts = []
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
@@ -183,8 +191,8 @@ class KVCacheManager:
         request.has_taken_over_blocks = num_prefix_blocks > 0
         request.room = min(table.end for table in tables) * self.block_size
         self._note_next_block(request)
-        if self.snapshots is not None and num_prefix_blocks:
-            self.snapshots.load(request, num_prefix_blocks)
+        if snapshots is not None:
+            snapshots.load(request, num_prefix_blocks)
         return True
 
     def _load(
@@ -300,8 +308,6 @@ class KVCacheManager:
         running = list(running)
         for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             pool.check([request.tables[index].blocks for request in running])
-            if self.tier is not None:
-                self.tier.pools[index].check()
             for request in running:
                 table = request.tables[index]
                 first = group.first_block(request.num_certain_tokens, self.block_size)
@@ -313,6 +319,8 @@ class KVCacheManager:
             assert request.room == min(ends) * self.block_size, f"{request}: {ends}"
         if self.snapshots is not None:
             self.snapshots.check(running)
+        if self.tier is not None:
+            self.tier.check()
 
     def _register(self, request: Request) -> None:
         if request.hash_root is None:

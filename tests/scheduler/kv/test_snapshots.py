@@ -115,6 +115,24 @@ def test_a_failed_step_leaves_no_snapshot(make_engine_with_snapshots, make_reque
     engine.drain()
 
 
+def test_what_comes_from_the_host_takes_no_place_that_its_step_reads(
+    make_engine_with_snapshots, make_request, serve
+):
+    """It is written before the step reads: two requests of a step would have one state."""
+    engine = make_engine_with_snapshots(count=1, num_places=8, depth=0)
+    engine.mover.is_prompt = True
+    other = [40 + token for token in PROMPT[:10]]
+    serve(engine, "a", PROMPT[:10])
+    serve(engine, "b", other)  # the snapshot of "a" goes to the host
+    received = [
+        engine.add(make_request("c", other, 3)),
+        engine.add(make_request("d", PROMPT[:10], 3)),
+    ]
+    engine.drain()
+    assert [len(one.token_ids) for one in received] == [3, 3]
+    assert engine.stats.prefix_cache_hits + engine.stats.external_cache_hits == 16
+
+
 def test_the_pool_is_a_dictionary_that_forgets_the_least_recently_used():
     class AnySequence(RuleBasedStateMachine):
         def __init__(self):
