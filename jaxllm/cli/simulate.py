@@ -116,6 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Share KV blocks between requests with equal heads.",
     )  # fmt: skip
 
+    where.add_argument(
+        "--kv-offloading-size",
+        type=float,
+        metavar="GiB",
+        help="Of the host's memory for evicted blocks, with a plan that was made with this option. "
+        "Default: the plan's; 0: none.",
+    )
+
     told = parser.add_argument_group("What is told")
     told.add_argument(
         "--goodput",
@@ -136,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
             raise refused(name, value, "it must be at least 1")
     for name in (
         "seed", "num_prefixes", "spread", "launch_us", "host_us", "price_per_chip_hour",
-        "startup_s",
+        "startup_s", "kv_offloading_size",
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not 0 <= value < math.inf:
@@ -179,6 +187,12 @@ def _deployment(args: argparse.Namespace) -> "Deployment":
     if (args.plan is None) == (args.step_times is None):
         raise ValidationError("say by what: one of --plan PLAN.json and --step-times FILE")
     if args.step_times is not None:
+        if args.kv_offloading_size:
+            raise refused(
+                "kv_offloading_size",
+                args.kv_offloading_size,
+                "blocks do not move where steps are measured; give a --plan",
+            )
         deployment = read_measurement(args.step_times)
         if args.host_us is not None:
             deployment = dataclasses.replace(deployment, host_s_per_step=args.host_us / 1e6)
@@ -193,6 +207,8 @@ def _deployment(args: argparse.Namespace) -> "Deployment":
         efficiency=args.efficiency,
         launch_s=args.launch_us / 1e6,
         host_s_per_step=(700 if args.host_us is None else args.host_us) / 1e6,
+        # Without prefixes nothing is found on the host either.
+        kv_offloading_size=args.kv_offloading_size if args.enable_prefix_caching else 0,
     )
 
 

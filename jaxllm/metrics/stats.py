@@ -127,6 +127,12 @@ class EngineStats:
         return max((used / blocks for used, blocks in shares), default=0.0)
 
     @property
+    def external_cache_hit_rate(self) -> float | None:
+        """The share of what the host was asked for that it had; None: it was asked for nothing."""
+        queries = self.external_cache_queries
+        return self.external_cache_hits / queries if queries else None
+
+    @property
     def prefix_cache_hit_rate(self) -> float:
         queries = self.prefix_cache_queries
         return self.prefix_cache_hits / queries if queries else 0.0

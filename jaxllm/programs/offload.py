@@ -18,6 +18,8 @@ class OffloadReport:
     num_bytes: int
     num_blocks: tuple[int, ...]  # by cache group
     num_snapshots: int  # of states
+    # That a block of each cache group takes over the bus, then a snapshot.
+    block_seconds: tuple[float, ...]
     seconds_to_load: float | None
     seconds_to_compute: float | None
 
@@ -29,12 +31,15 @@ def report_offload(plan: EnginePlan, chunks: Sequence[Bound | None]) -> OffloadR
         return None
     # In a pipeline the stages work side by side: the slowest one sets the pace of chunks.
     slowest = max((bound.seconds for bound in chunks if bound), default=None)
-    # Each device has a bus of its own.
     block_bytes = max(sum(stage.block_bytes) for stage in plan.stages)
     return OffloadReport(
         num_bytes=plan.offload.num_bytes,
         num_blocks=plan.offload.places[: len(plan.cache_groups)],
         num_snapshots=plan.offload.places[-1] if plan.snapshots is not None else 0,
+        # Each device has a bus of its own.
+        block_seconds=tuple(
+            its / plan.num_devices / HOST_BYTES_PER_SECOND for its in plan.offload.block_bytes
+        ),
         seconds_to_load=block_bytes / HOST_BYTES_PER_SECOND if slowest else None,
         seconds_to_compute=slowest * plan.block_size / plan.max_num_batched_tokens
         if slowest

@@ -13,6 +13,7 @@ from jaxllm.files import parse_json
 from jaxllm.messages import EngineInfo
 from jaxllm.plan.buckets import Bucket
 from jaxllm.programs.roofline import Roofline
+from jaxllm.simulation.mover import HostMemory
 from jaxllm.simulation.step_time import Line, MeasuredTime, RooflineTime, StepTime
 
 _T = TypeVar("_T")
@@ -20,6 +21,13 @@ _T = TypeVar("_T")
 
 class _Stage(msgspec.Struct):
     roofline: Roofline | None
+
+
+class _Offload(msgspec.Struct):
+    num_bytes: int
+    num_blocks: tuple[int, ...]
+    num_snapshots: int
+    block_seconds: tuple[float, ...]
 
 
 class _Plan(msgspec.Struct):
@@ -37,6 +45,7 @@ class _Plan(msgspec.Struct):
     stages: list[_Stage]
     keeps_states: bool = False
     snapshots: StateSnapshots | None = None
+    offload: _Offload | None = None
 
 
 class MeasuredLine(msgspec.Struct):
@@ -67,12 +76,20 @@ class Deployment:
     buckets: tuple[Bucket, ...]
     step_time: StepTime
     host_s_per_step: float
+    host_memory: HostMemory | None = None  # None: evicted blocks are gone
 
 
 def read_plan(
-    path: Path, *, name: str | None, efficiency: float, launch_s: float, host_s_per_step: float
+    path: Path,
+    *,
+    name: str | None,
+    efficiency: float,
+    launch_s: float,
+    host_s_per_step: float,
+    kv_offloading_size: float | None = None,
 ) -> Deployment:
-    """Make a replica whose steps take their roofline's time divided by `efficiency`."""
+    """Make a replica whose steps take their roofline's time divided by `efficiency`. What the plan
+    keeps on the host has another size, if one is given in GiB."""
     plans = _read_json(path)
     if not isinstance(plans, Mapping) or not plans:
         raise ValidationError(f"{path} is no output of `jaxllm plan --json`")
@@ -89,6 +106,7 @@ def read_plan(
             f"{path}: the rates of {name} are not known, so there is no roofline; measure its "
             "steps with `jaxllm measure-steps`"
         )
+    memory = _host_memory(path, plan, kv_offloading_size)
     info = EngineInfo(
         model=plan.model,
         model_dir="",
@@ -102,6 +120,7 @@ def read_plan(
         block_size=plan.block_size,
         keeps_states=plan.keeps_states,
         snapshots=plan.snapshots,
+        host_places=() if memory is None else memory.num_places,
     )
     return Deployment(
         name=f"{plan.model} on {name}",
@@ -114,7 +133,27 @@ def read_plan(
             launch_s=launch_s,
         ),
         host_s_per_step=host_s_per_step,
+        host_memory=memory,
     )
+
+
+def _host_memory(path: Path, plan: _Plan, size: float | None) -> HostMemory | None:
+    """What the host keeps, of a size in GiB; None: that of the plan."""
+    if size == 0 or (size is None and plan.offload is None):
+        return None
+    if (planned := plan.offload) is None:
+        raise refused(
+            "kv_offloading_size",
+            size,
+            f"{path} does not say what blocks cost: make it with "
+            "`jaxllm plan --kv-offloading-size`, of any size",
+        )
+    counts = (*planned.num_blocks, *((planned.num_snapshots,) if plan.snapshots else ()))
+    share = 1 if size is None else size * 2**30 / planned.num_bytes
+    places = tuple(int(count * share) for count in counts)
+    if not all(places):
+        raise refused("kv_offloading_size", size, "it has no room for a block of each group")
+    return HostMemory(num_places=places, seconds=planned.block_seconds)
 
 
 def read_measurement(path: Path) -> Deployment:

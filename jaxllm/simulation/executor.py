@@ -1,7 +1,5 @@
 """Replaces an engine's executor: computes when a step would be done, and runs nothing."""
 
-from typing import NoReturn
-
 import numpy as np
 
 from jaxllm.messages import EngineInfo
@@ -9,6 +7,7 @@ from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
 from jaxllm.plan.buckets import Bucket, BucketTable
 from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
+from jaxllm.simulation.mover import HostMemory, SimulatedMover
 from jaxllm.simulation.step_time import StepTime
 
 # A token that ends no answer.
@@ -30,6 +29,7 @@ class SimulatedExecutor:
         buckets: tuple[Bucket, ...],
         step_time: StepTime,
         host_s_per_step: float,
+        host_memory: HostMemory | None = None,
     ):
         self.info = info
         self.now = 0.0
@@ -46,6 +46,7 @@ class SimulatedExecutor:
         self._done_at: dict[int, float] = {}  # of steps in flight
         self._last_done = 0.0
         self._num_collected = 0
+        self._mover = SimulatedMover(self, () if host_memory is None else host_memory.seconds)
 
     def device_memory(self) -> list[DeviceMemory]:
         return []
@@ -58,7 +59,9 @@ class SimulatedExecutor:
         )
         self.num_token_rows += bucket.num_tokens
         self.now += self._half_host_s
-        begin = max(self.now, self._tokens_there(schedule))
+        if schedule.moves is not None:
+            self._mover.send(schedule.moves)
+        begin = max(self.now, self._tokens_there(schedule), self._mover.loaded_at)
         for stage, seconds in enumerate(self._step_time.seconds(bucket, schedule)):
             begin = max(begin, self._free_at[stage]) + seconds
             self._free_at[stage] = begin
@@ -87,8 +90,8 @@ class SimulatedExecutor:
     def lay_out_adapter(self, adapter: object) -> object:
         return adapter  # no step reads it
 
-    def mover(self) -> NoReturn:
-        raise AssertionError("simulated blocks stay on the devices")
+    def mover(self) -> SimulatedMover:
+        return self._mover
 
     def check(self) -> None: ...
 

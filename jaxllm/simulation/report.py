@@ -34,6 +34,8 @@ class Summary:
     kv_cache_usage_mean: float
     kv_cache_usage_max: float
     prefix_cache_hit_rate: float
+    # Of the tokens that prompts did not find on the devices; None: the host keeps nothing.
+    host_cache_hit_rate: float | None
     num_preemptions: int
     padding_waste: float
     device_busy_share: float
@@ -87,6 +89,7 @@ def summarize(
         kv_cache_usage_mean=outcome.kv_cache_usage_mean,
         kv_cache_usage_max=outcome.kv_cache_usage_max,
         prefix_cache_hit_rate=outcome.stats.prefix_cache_hit_rate,
+        host_cache_hit_rate=outcome.stats.external_cache_hit_rate,
         num_preemptions=outcome.stats.num_preemptions,
         padding_waste=outcome.stats.padding_waste,
         device_busy_share=outcome.busy_share,
@@ -118,11 +121,13 @@ def as_text(name: str, summary: Summary) -> str:
         lines.append(f"{label:<22}" + "".join(f"{value:>12,.1f}" for value in times.values()))
     if summary.num_replicas_mean < summary.num_replicas - 0.005:
         lines += ["", f"{summary.num_replicas_mean:,.2f} replicas in the mean"]
+    of_host = summary.host_cache_hit_rate
     lines += [
         "",
         f"KV cache in use: {summary.kv_cache_usage_mean:.1%} in the mean, at most "
-        f"{summary.kv_cache_usage_max:.1%}; prefix hits {summary.prefix_cache_hit_rate:.1%}; "
-        f"{summary.num_preemptions} preemptions",
+        f"{summary.kv_cache_usage_max:.1%}; prefix hits {summary.prefix_cache_hit_rate:.1%}"
+        + ("; " if of_host is None else f", {of_host:.1%} of what devices lacked on the host; ")
+        + f"{summary.num_preemptions} preemptions",
         f"devices busy {summary.device_busy_share:.1%}, padding {summary.padding_waste:.1%} of "
         "token rows",
     ]

@@ -233,6 +233,7 @@ class _Replica:
             deployment.buckets,
             deployment.step_time,
             deployment.host_s_per_step,
+            deployment.host_memory,
         )
         self._core = EngineCore(config, self._executor, clock=lambda: self._executor.now)
         self.is_busy = False

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.pace import LOOK_S
 from jaxllm.simulation.autoscaling import Autoscaler, AutoscalingRules
+from jaxllm.simulation.mover import HostMemory
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace, make_trace
 from jaxllm.testing import make_tiny_checkpoint
@@ -204,6 +205,31 @@ def test_a_known_head_is_served_where_it_is_known(deployment):
     }
     assert rates["prefix"] == pytest.approx(36 / 40 * 512 / 520, abs=0.01)
     assert rates["random"] < rates["prefix"] - 0.05
+
+
+def test_what_is_evicted_comes_back_from_the_host_in_the_time_of_the_bus(deployment):
+    """The cache holds one of two heads. The first comes again."""
+    trace = trace_of(*((40.0 * i, 520, 1) for i in range(3)), pieces=[(0,), (1,), (0,)])
+    outcomes = []
+    for num_places in (0, 256):
+        replica = deployment(num_blocks=40)
+        replica.info.max_model_len = 544
+        (group,) = replica.info.cache_groups
+        replica.info.cache_groups = (dataclasses.replace(group, max_blocks_per_request=34),)
+        replica.info.host_places = (num_places,) if num_places else ()
+        memory = HostMemory(num_places=(num_places,), seconds=(0.125,)) if num_places else None
+        outcomes.append(simulate(trace, dataclasses.replace(replica, host_memory=memory), 1))
+    without, with_host = outcomes
+    took = with_host.finished_at - trace.arrivals
+    assert (without.finished_at - trace.arrivals).tolist()[:2] == [9.0, 9.0]  # 520 tokens
+    stats = with_host.stats
+    assert stats.prefix_cache_hits == 512  # on the devices or on the host
+    assert stats.host_blocks_loaded > 20
+    assert took.tolist() == [9.0, 9.0, stats.host_blocks_loaded * 0.125 + 1]
+    assert stats.external_cache_hit_rate == pytest.approx(
+        stats.external_cache_hits / stats.external_cache_queries
+    )
+    assert without.stats.external_cache_hit_rate is None
 
 
 def test_replicas_come_with_a_full_cache_and_few_requests(deployment):
