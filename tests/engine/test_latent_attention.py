@@ -61,6 +61,6 @@ def test_preempted_is_undisturbed_with_the_reference(model, expected, assert_sam
 
 
 def test_a_backend_without_latents_is_refused(model):
-    message = "attention_backend='native': the model has latent attention, for which there is"
+    message = "attention_backend='mine': the model has latent attention, for which there is"
     with pytest.raises(ValidationError, match=message):
-        LLM(model, **OPTIONS, attention_backend="native")
+        LLM(model, **OPTIONS, attention_backend="mine")

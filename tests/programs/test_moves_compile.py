@@ -1,4 +1,4 @@
-"""The programs that move blocks and snapshots between a TPU that is not there and its host: they
+"""The programs that move blocks and snapshots between a device that is not there and its host. They
 change caches in place, and take no more memory than the blocks of a call."""
 
 import importlib.util
@@ -12,13 +12,11 @@ from jaxllm.programs.declare import BlocksKey, declare_programs, make_packer
 from jaxllm.programs.hlo import whole_array_copies
 from jaxllm.testing import make_tiny_checkpoint
 
-pytestmark = [
-    pytest.mark.tpu_compile,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="no libtpu: nothing is compiled for TPUs (pip install '.[tpu]')",
-    ),
-]
+
+def compiled_for(slice_name, marker, package, *marks):
+    missing = importlib.util.find_spec(package) is None
+    skip = pytest.mark.skipif(missing, reason=f"no {package}: nothing is compiled for {slice_name}")
+    return pytest.param(slice_name, marks=[getattr(pytest.mark, marker), skip, *marks])
 
 
 def nbytes(arrays):
@@ -26,10 +24,14 @@ def nbytes(arrays):
 
 
 @pytest.mark.parametrize(
-    ("slice_name", "family"),
-    [("v6e-1", "qwen3_next"), pytest.param("v7x-8", "qwen3_next", marks=pytest.mark.sweep)],
+    "slice_name",
+    [
+        compiled_for("v6e-1", "tpu_compile", "libtpu"),
+        compiled_for("v7x-8", "tpu_compile", "libtpu", pytest.mark.sweep),
+        compiled_for("h200", "gpu_compile", "jax_cuda13_plugin"),
+    ],
 )
-def test_moves_stay_in_place_and_take_the_blocks_of_a_call(tmp_path, slice_name, family):
+def test_moves_stay_in_place_and_take_the_blocks_of_a_call(tmp_path, slice_name):
     """Keys and values, and snapshots of states and convolutions."""
     sizes = {
         "head_dim": 128,
@@ -39,7 +41,7 @@ def test_moves_stay_in_place_and_take_the_blocks_of_a_call(tmp_path, slice_name,
         "linear_num_key_heads": 8,
         "torch_dtype": "bfloat16",
     }
-    model = make_tiny_checkpoint(tmp_path, family, **sizes)
+    model = make_tiny_checkpoint(tmp_path, "qwen3_next", **sizes)
     args = EngineArgs(
         str(model),
         max_model_len=1024,
@@ -61,7 +63,9 @@ def test_moves_stay_in_place_and_take_the_blocks_of_a_call(tmp_path, slice_name,
         compiled = program.compile(program.lower())
         caches, _, *data = program.arguments
         memory = compiled.memory_analysis()
-        of_call = nbytes(data[0]) if data else memory.host_output_size_in_bytes
+        outputs = memory.host_output_size_in_bytes or memory.output_size_in_bytes
+        of_call = nbytes(data[0]) if data else outputs
+        assert 1 << 20 < of_call < 1 << 22, (key, memory)
         assert not whole_array_copies(compiled.as_text(), caches), key
         # Twice the blocks of a call: those that move, and where they are put together.
         assert memory.temp_size_in_bytes <= 2 * of_call, (key, memory)
