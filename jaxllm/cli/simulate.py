@@ -167,6 +167,12 @@ def run(args: argparse.Namespace) -> None:
             "--autoscaling-config finds the number of replicas itself; leave out --replicas and "
             "--find-replicas"
         )
+    if args.kv_offloading_size and not args.enable_prefix_caching:
+        raise refused(
+            "kv_offloading_size",
+            args.kv_offloading_size,
+            "the host has blocks by their prefixes; leave enable_prefix_caching on",
+        )
     deployment = _deployment(args)
     trace = _trace(args)
     if args.find_replicas is None:
@@ -208,7 +214,7 @@ def _deployment(args: argparse.Namespace) -> "Deployment":
         launch_s=args.launch_us / 1e6,
         host_s_per_step=(700 if args.host_us is None else args.host_us) / 1e6,
         # Without prefixes nothing is found on the host either.
-        kv_offloading_size=args.kv_offloading_size if args.enable_prefix_caching else 0,
+        kv_offloading_size=args.kv_offloading_size if args.enable_prefix_caching else 0.0,
     )
 
 

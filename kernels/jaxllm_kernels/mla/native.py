@@ -16,9 +16,7 @@ from jaxllm_kernels.mla.api import LatentConfig, check_latent
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits, RaggedBatch
-
-# Lanes of a vector.
-_LANES = 16
+from jaxllm_kernels.ragged_paged_attention.native import LANES, usable_library
 
 
 @dataclass(frozen=True)
@@ -41,31 +39,18 @@ class NativeLatentBackend:
         self, config: LatentConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         check_latent(limits, dtype=dtype)
-        if chip.platform != "cpu":
+        library = usable_library(self.library, dtype=dtype, chip=chip)
+        if config.latent_size % LANES:
             raise ValueError(
-                f"it is for CPUs, and this is {chip.name}; set attention_backend='auto'"
-            )
-        if isinstance(self.library, NoLibrary):
-            raise ValueError(
-                f"there is no library of native kernels: {self.library.reason}; "
+                f"latents of {config.latent_size} are not a multiple of {LANES}; "
                 "set attention_backend='xla'"
             )
-        if jnp.dtype(dtype).name not in self.library.dtypes:
-            raise ValueError(
-                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(self.library.dtypes)}; "
-                "set attention_backend='xla'"
-            )
-        if config.latent_size % _LANES:
-            raise ValueError(
-                f"latents of {config.latent_size} are not a multiple of {_LANES}; "
-                "set attention_backend='xla'"
-            )
-        self.library.add_latents()
+        library.add_latents()
 
     def cache_shape(
         self, config: LatentConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
-        shape = (num_blocks, round_up(block_size, _LANES), _row_width(config))
+        shape = (num_blocks, round_up(block_size, LANES), _row_width(config))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def prepare(
@@ -113,4 +98,4 @@ class NativeLatentBackend:
 
 def _row_width(config: LatentConfig) -> int:
     """The size of a row in the cache."""
-    return round_up(config.head_size, _LANES)
+    return round_up(config.head_size, LANES)

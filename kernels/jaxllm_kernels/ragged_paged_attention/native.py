@@ -27,7 +27,23 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 from jaxllm_kernels.ragged_paged_attention.pages import to_cached
 
 # Lanes of a vector.
-_LANES = 16
+LANES = 16
+
+
+def usable_library(library: Library | NoLibrary, *, dtype: DTypeLike, chip: Chip) -> Library:
+    """Return the library; raise ValueError, which says what to change, if it is not for this."""
+    if chip.platform != "cpu":
+        raise ValueError(f"it is for CPUs, and this is {chip.name}; set attention_backend='auto'")
+    if isinstance(library, NoLibrary):
+        raise ValueError(
+            f"there is no library of native kernels: {library.reason}; set attention_backend='xla'"
+        )
+    if jnp.dtype(dtype).name not in library.dtypes:
+        raise ValueError(
+            f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(library.dtypes)}; "
+            "set attention_backend='xla'"
+        )
+    return library
 
 
 @dataclass(frozen=True)
@@ -51,35 +67,22 @@ class NativeBackend:
         self, config: AttentionConfig, limits: BatchLimits, *, dtype: DTypeLike, chip: Chip
     ) -> None:
         check_common(config, limits, dtype=dtype)
-        if chip.platform != "cpu":
-            raise ValueError(
-                f"it is for CPUs, and this is {chip.name}; set attention_backend='auto'"
-            )
-        if isinstance(self.library, NoLibrary):
-            raise ValueError(
-                f"there is no library of native kernels: {self.library.reason}; "
-                "set attention_backend='xla'"
-            )
-        if config.kv_dtype not in (None, *self.library.kv_dtypes):
+        library = usable_library(self.library, dtype=dtype, chip=chip)
+        if config.kv_dtype not in (None, *library.kv_dtypes):
             raise ValueError(
                 f"the library of native kernels was built without caches of {config.kv_dtype}; "
                 "set attention_backend='xla'"
             )
-        if jnp.dtype(dtype).name not in self.library.dtypes:
-            raise ValueError(
-                f"dtype={jnp.dtype(dtype).name!r} is not one of {', '.join(self.library.dtypes)}; "
-                "set attention_backend='xla'"
-            )
         for size in (config.head_size, config.value_size):
-            if size % _LANES:
+            if size % LANES:
                 raise ValueError(
-                    f"head_size={size} is not a multiple of {_LANES}; set attention_backend='xla'"
+                    f"head_size={size} is not a multiple of {LANES}; set attention_backend='xla'"
                 )
 
     def cache_shape(
         self, config: AttentionConfig, *, num_blocks: int, block_size: int, dtype: DTypeLike
     ) -> jax.ShapeDtypeStruct:
-        page_tokens = round_up(block_size, _LANES)
+        page_tokens = round_up(block_size, LANES)
         keys, values = config.head_size, config.value_size
         panels, width = (2, keys) if keys == values else (1, keys + values)
         return jax.ShapeDtypeStruct(
