@@ -1,4 +1,4 @@
-"""The options of images and embeddings in prompts."""
+"""The options of images, videos and embeddings in prompts."""
 
 import os
 from collections.abc import Mapping
@@ -8,21 +8,27 @@ from typing import Any
 from jaxllm.errors import refused
 from jaxllm.option_types import option
 
-_MOST_IMAGES = 64  # of a prompt, where no option says otherwise
+# Of a prompt, where no option says otherwise.
+_MOST_IMAGES = 64
+_MOST_VIDEOS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Images and embeddings in prompts"""
+    """Images, videos and embeddings in prompts"""
 
     limit_mm_per_prompt: Mapping[str, Any] | None = option(
-        None, f'JSON object: {{"image": most images of a prompt}} (default: {_MOST_IMAGES}).'
+        None,
+        f'JSON object: {{"image": most images of a prompt, "video": most videos}} (default: '
+        f"{_MOST_IMAGES} and {_MOST_VIDEOS}).",
     )
     language_model_only: bool = option(
         False, "Leave out the tower for images: prompts are text, and nothing is compiled for them."
     )
     mm_processor_kwargs: Mapping[str, Any] | None = option(
-        None, 'JSON object, such as {"size": {"longest_edge": 1024}}: how large images stay.'
+        None,
+        'JSON object, such as {"size": {"longest_edge": 1024}}: how large images stay, and which '
+        'frames of videos are seen: {"fps": 1} or {"num_frames": 16}.',
     )
     allowed_local_media_path: str | None = option(
         None, "Directory from which requests may name images, as file:// URLs."
@@ -36,7 +42,7 @@ class MediaConfig:
 
     def check(self) -> None:
         """Refuse values that are wrong for every model."""
-        assert self.max_images >= 0
+        assert min(self.max_images, self.max_videos) >= 0
         path = self.allowed_local_media_path
         if path and not os.path.isdir(path):
             raise refused("allowed_local_media_path", path, "it is not a directory")
@@ -51,10 +57,25 @@ class MediaConfig:
     @property
     def max_images(self) -> int:
         """The most images of a prompt."""
-        limits = self.limit_mm_per_prompt or {}
-        for name, given in limits.items():
+        return self._limits().get("image", _MOST_IMAGES)
+
+    @property
+    def max_videos(self) -> int:
+        """The most videos of a prompt, for a model that has them. An engine without images has
+        videos only if it says so."""
+        return self._limits().get("video", _MOST_VIDEOS if self.max_images else 0)
+
+    @property
+    def wants_videos(self) -> bool:
+        """Whether the user has asked for videos."""
+        return self._limits().get("video", 0) > 0
+
+    def _limits(self) -> dict[str, int]:
+        limits: dict[str, int] = {}
+        for name, given in (self.limit_mm_per_prompt or {}).items():
             if name not in ("image", "video", "audio"):
-                raise refused("limit_mm_per_prompt", name, "it has limits of 'image' alone")
+                why = "it has limits of 'image' and 'video' alone"
+                raise refused("limit_mm_per_prompt", name, why)
             count = given.get("count") if isinstance(given, Mapping) else given
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise refused(
@@ -68,7 +89,7 @@ class MediaConfig:
                     given,
                     "only 'count' is supported; mm_processor_kwargs says how large images stay",
                 )
-            if name != "image" and count:
+            if name == "audio" and count:
                 raise refused("limit_mm_per_prompt", given, f"there is no {name} in prompts")
-        given = limits.get("image", _MOST_IMAGES)
-        return given["count"] if isinstance(given, Mapping) else given
+            limits[name] = count
+        return limits

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import refused
-from jaxllm.media.chat import IMAGE
+from jaxllm.media.chat import IMAGE, VIDEO
 
 # How protocols call an answer's reasoning: vLLM's name, and that of most templates.
 _REASONING = ("reasoning", "reasoning_content")
@@ -38,12 +38,13 @@ def plain_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _plain_content(content: list[Any], name: str) -> str | list[dict[str, str]]:
-    """The text of a list of parts; if there are images, which `take_images` has marked, the list:
-    templates put something in their places."""
-    if IMAGE not in content:
+    """The text of a list of parts; if there are images or videos, which `take_images` has marked,
+    the list: templates put something in their places."""
+    marks = (IMAGE, VIDEO)
+    if not any(part in marks for part in content):
         return text_of_content(content, name)
     return [
-        part if part == IMAGE else {"type": "text", "text": _text_of_part(part, f"{name}[{place}]")}
+        part if part in marks else {"type": "text", "text": _text_of_part(part, f"{name}[{place}]")}
         for place, part in enumerate(content)
     ]
 
@@ -63,8 +64,8 @@ def _text_of_part(part: object, name: str) -> str:
         if not isinstance(part.get("text"), str):
             raise refused(f"{name}.text", part.get("text"), "it must be a string")
         return part["text"]
-    kinds = "'text', 'image_url', 'input_image' or 'image_pil'"
-    raise refused(name, part, f"it is not text or an image; parts may be of type {kinds}")
+    kinds = "'text', 'image_url', 'input_image', 'image_pil' or 'video_url'"
+    raise refused(name, part, f"it is no text, image or video; parts may be of type {kinds}")
 
 
 def _parsed_tool_call(call: object, name: str) -> dict[str, Any]:

@@ -110,9 +110,9 @@ class InputProcessor:
         adapter = None if lora_request is None else self.adapters.check(lora_request)
         length = PromptLength.of(self._info.max_model_len, truncate_prompt_tokens)
         prompt, embeds = take_embeds(prompt, self._info.embeds, length, self._info.block_size)
-        prompt, images = self.images.taken(prompt)
+        prompt, media = self.images.taken(prompt)
         text, token_ids, cache_salt = self._reader.read(prompt, length, may_be_empty=True)
-        token_ids, items = self.images.placed(token_ids, images, length)
+        token_ids, items = self.images.placed(token_ids, media, length)
         params, transfer = self._resolve_params(params)
         if embeds is not None and params.prompt_logprobs is not None:
             why = "a prompt of embeddings has no tokens that could have some; leave it out"

@@ -283,8 +283,8 @@ def render_chat(
     else:
         ids = length.encode(tokenizer, text, add_special_tokens=add_special_tokens)
     prompt = TokensPrompt(prompt=text, prompt_token_ids=ids)
-    if seen.images:
-        prompt["multi_modal_data"] = {"image": seen.images}
+    if seen.data:
+        prompt["multi_modal_data"] = seen.data
     return prompt
 
 

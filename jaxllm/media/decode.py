@@ -5,12 +5,15 @@ words: those of a library may tell what is none of a client's business.
 """
 
 import io
+import itertools
 import warnings
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxllm.errors import ValidationError, refused
+from jaxllm.media.frames import FRAMES, Clip, Times
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import Tiles, UndecodableError
 
@@ -100,6 +103,45 @@ def to_patches(image: "Image", spec: ImageSpec) -> Patches:
         whole = np.asarray(image.resize((edge, edge), resample=spec.resample))
         pixels = np.concatenate([tiles.reshape(-1, edge, 3), whole])
     return cut(pixels, spec)
+
+
+def to_clip(
+    images: Iterable["Image"], size: tuple[int, int], number: int, times: Times, spec: ImageSpec,
+    max_tokens: int,
+) -> Clip:  # fmt: skip
+    """Resize RGB frames of this height and width and cut them, in pairs; raise UndecodableError.
+    So many are wanted; they are made one by one, after their tokens have been counted."""
+    assert spec.video is not None, "videos are allowed"
+    height, width = spec.video.resizing.frame_size(max(number, FRAMES), *size, spec.side)
+    pairs = -(-number // FRAMES)
+    num_tokens = pairs * height * width // spec.side**2
+    if num_tokens >= max_tokens:
+        raise UndecodableError(
+            f"its {number} frames would have {num_tokens} tokens, of which a prompt may have "
+            f"fewer than {max_tokens}; give fewer or smaller frames, or make them so by "
+            "mm_processor_kwargs"
+        )
+    found: list[bytes] = []
+    patches = Patches(0, 0, b"")
+    for pair in _in_pairs(images):
+        cuts = []
+        for image in pair:
+            if (image.height, image.width) != size:
+                raise UndecodableError("its frames are of several sizes")
+            pixels = np.asarray(image.resize((width, height), resample=spec.resample))
+            patches = cut(pixels, spec)
+            cuts.append(np.frombuffer(patches.pixels, np.uint8).reshape(-1, 3, spec.patch_size**2))
+        found.append(np.stack(cuts, axis=2).tobytes())
+    if len(found) != pairs:
+        raise UndecodableError("the file is damaged, or its end is missing")
+    return Clip(patches.rows, patches.columns, found, times)
+
+
+def _in_pairs(images: Iterable["Image"]) -> Iterator[list["Image"]]:
+    """Take frames in pairs; a last one is doubled."""
+    left = iter(images)
+    while pair := list(itertools.islice(left, FRAMES)):
+        yield (pair * FRAMES)[:FRAMES]
 
 
 def cut(pixels: np.ndarray, spec: ImageSpec) -> Patches:

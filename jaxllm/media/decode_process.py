@@ -1,35 +1,49 @@
-"""Decodes image files in a process of its own, which can be killed.
+"""Decodes files of images and videos in a process of its own, which can be killed.
 
-`python -m jaxllm.media.decode_process SPEC SECONDS` reads files from standard input, each after its
-length, and answers each with its patches, or with the reason why there are none. It is `confined`:
-a file may end it, and then the parent starts another.
+`python -m jaxllm.media.decode_process SPEC SECONDS` reads work from standard input, each
+piece after its length, and answers each with patches, or with the reason why there are none. It is
+`confined`: a file may end it, and then the parent starts another.
 """
 
+import contextlib
 import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from jaxllm.confined import killed_after, limit_memory, open_answers, took_too_long
-from jaxllm.errors import JaxLLMError
-from jaxllm.media.decode import Patches, decode, pillow, to_patches
+from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.media.decode import Patches, decode, pillow, to_clip, to_patches
+from jaxllm.media.decode_video import decode_video, pyav
+from jaxllm.media.frames import Clip, Times
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import UndecodableError
 
-# The most memory that an image may need.
+# The most memory that an image or a video may need with all copies of its patches.
 _MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES_OF_VIDEOS = 2 << 30
 _TIMEOUT_S = 20.0
 _LENGTH = struct.Struct("<q")
 
 
-class Answer(msgspec.Struct):
-    """The patches of an image, or why there are none."""
+class Work(msgspec.Struct):
+    """What is to be decoded: a file, or the files of a video's frames and their times."""
 
-    rows: int = 0
-    columns: int = 0
-    pixels: bytes = b""
+    kind: Literal["image", "video", "frames"]
+    files: Sequence[bytes]
+    max_tokens: int = 0
+    times: Times | None = None
+
+
+class Answer(msgspec.Struct):
+    """The patches of an image or a video, or why there are none."""
+
+    image: Patches | None = None
+    clip: Clip | None = None
     error: str | None = None
 
 
@@ -44,13 +58,32 @@ class DecodeProcess:
         self._is_closed = False
 
     def patches(self, data: bytes) -> Patches:
-        """Decode, resize and cut a file; raise UndecodableError."""
+        """Decode, resize and cut an image file; raise UndecodableError."""
+        found = self._answer(Work("image", [data])).image
+        assert found is not None, "there is a reason otherwise"
+        return found
+
+    def video(self, data: bytes, max_tokens: int) -> Clip:
+        """Decode a video file, unless it has too many tokens; raise UndecodableError."""
+        pyav()  # says so here if it is missing
+        return self._clip(Work("video", [data], max_tokens))
+
+    def frames(self, files: Sequence[bytes], times: Times, max_tokens: int) -> Clip:
+        """Decode image files as the frames of a video; raise UndecodableError."""
+        return self._clip(Work("frames", files, max_tokens, times))
+
+    def _clip(self, work: Work) -> Clip:
+        found = self._answer(work).clip
+        assert found is not None, "there is a reason otherwise"
+        return found
+
+    def _answer(self, work: Work) -> Answer:
         pillow()  # says so here if it is missing
         with self._lock:
-            answer = self._ask(data)
+            answer = self._ask(msgspec.msgpack.encode(work))
         if answer.error is not None:
             raise UndecodableError(answer.error)
-        return Patches(answer.rows, answer.columns, answer.pixels)
+        return answer
 
     def close(self) -> None:
         """Kill the process."""
@@ -89,7 +122,10 @@ def main() -> None:
     spec, timeout_s = msgspec.json.decode(sys.argv[1], type=ImageSpec), float(sys.argv[2])
     answers = open_answers()
     pillow().Image.init()  # loads the formats before the clock runs
-    limit_memory(_MEMORY_BYTES)
+    if spec.video is not None:
+        with contextlib.suppress(ValidationError):
+            pyav()
+    limit_memory(_MEMORY_BYTES if spec.video is None else _MEMORY_BYTES_OF_VIDEOS)
     while length := sys.stdin.buffer.read(_LENGTH.size):
         data = sys.stdin.buffer.read(_LENGTH.unpack(length)[0])
         with killed_after(timeout_s):
@@ -99,12 +135,25 @@ def main() -> None:
 
 
 def _answer(data: bytes, spec: ImageSpec) -> Answer:
+    work = msgspec.msgpack.decode(data, type=Work)
     try:
-        return Answer(*to_patches(decode(data), spec))
+        if work.kind == "image":
+            return Answer(image=to_patches(decode(work.files[0]), spec))
+        if work.kind == "video":
+            return Answer(clip=decode_video(work.files[0], spec, work.max_tokens))
+        return Answer(clip=_of_frames(work, spec))
     except UndecodableError as error:
         return Answer(error=str(error))
     except MemoryError:
         return Answer(error="to decode it takes too much memory")
+
+
+def _of_frames(work: Work, spec: ImageSpec) -> Clip:
+    assert work.times is not None, "frames come with their times"
+    first = decode(work.files[0])
+    size, number = (first.height, first.width), len(work.files)
+    images = (decode(data) for data in work.files)
+    return to_clip(images, size, number, work.times, spec, work.max_tokens)
 
 
 if __name__ == "__main__":

@@ -94,13 +94,15 @@ class EncoderLayout:
         """Build both."""
         numbers = np.zeros(self._size, np.int32)
         pixels = np.zeros((self.num_patches, self._spec.patch_bytes), np.uint8)
+        frames = pixels.reshape(self.num_patches, 3, self._spec.frames, -1)
         where, rows = numbers[self._places].reshape(-1, 2), numbers[self._rows]
         rows[...] = self._num_rows
         end = 0
         starts = [0]
         for one in encodings:
             start, end = end, end + one.rows * one.columns
-            pixels[start:end] = one.pixels.reshape(end - start, -1)
+            # Both frames are an image's.
+            frames[start:end] = one.pixels.reshape(end - start, 3, -1, self._spec.patch_size**2)
             where[start:end] = places(one.rows, one.columns, self._spec.merge)
             merged = self._spec.patches_per_token
             rows[start // merged : end // merged] = one.pool_rows

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from jaxllm.media.resizing import UndecodableError
 
-# The most bytes of an image file, and the time to fetch one.
+# The most bytes of an image file and of a video file, and the time to fetch one.
 MAX_BYTES = 32 << 20
+MAX_VIDEO_BYTES = 128 << 20
 _TIMEOUT_S = 10.0
 _MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -34,12 +35,14 @@ class _Target(NamedTuple):
     path: str
 
 
-def fetch(url: str, domains: Collection[str], timeout_s: float = _TIMEOUT_S) -> bytes:
+def fetch(
+    url: str, domains: Collection[str], timeout_s: float = _TIMEOUT_S, *, most: int = MAX_BYTES
+) -> bytes:
     """Return the bytes that a URL names; raise UndecodableError."""
     deadline = time.monotonic() + timeout_s
     for _ in range(_MAX_REDIRECTS + 1):
         target = _parse(url, domains)
-        found, moved = _get(target, domains, deadline)
+        found, moved = _get(target, deadline, most)
         if moved is None:
             return found
         url = urllib.parse.urljoin(url, moved)
@@ -67,7 +70,7 @@ def _parse(url: str, domains: Collection[str]) -> _Target:
     return _Target(is_secure, host, port or (443 if is_secure else 80), path)
 
 
-def _get(target: _Target, domains: Collection[str], deadline: float) -> tuple[bytes, str | None]:
+def _get(target: _Target, deadline: float, most: int) -> tuple[bytes, str | None]:
     """Return the body, or the place where it is instead."""
     connection = _Connection(target, _address(target), deadline)
     try:
@@ -79,7 +82,7 @@ def _get(target: _Target, domains: Collection[str], deadline: float) -> tuple[by
             raise UndecodableError(f"its host answers with status {answer.status}")
         if (answer.getheader("Content-Encoding") or "identity").lower() != "identity":
             raise UndecodableError("its host sends it compressed, which was not asked for")
-        return _read(answer, connection, deadline), None
+        return _read(answer, connection, deadline, most), None
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, UndecodableError):
             raise
@@ -88,10 +91,12 @@ def _get(target: _Target, domains: Collection[str], deadline: float) -> tuple[by
         connection.close()
 
 
-def _read(answer: http.client.HTTPResponse, connection: "_Connection", deadline: float) -> bytes:
+def _read(
+    answer: http.client.HTTPResponse, connection: "_Connection", deadline: float, most: int
+) -> bytes:
     length = answer.getheader("Content-Length") or "0"
-    if length.isdigit() and len(length) < 20 and int(length) > MAX_BYTES:
-        raise UndecodableError(TOO_LONG)
+    if length.isdigit() and len(length) < 20 and int(length) > most:
+        raise UndecodableError(too_long(most))
     parts, size = [], 0
     while True:
         connection.wait_until(deadline)
@@ -100,8 +105,8 @@ def _read(answer: http.client.HTTPResponse, connection: "_Connection", deadline:
             return b"".join(parts)
         parts.append(part)
         size += len(part)
-        if size > MAX_BYTES:
-            raise UndecodableError(TOO_LONG)
+        if size > most:
+            raise UndecodableError(too_long(most))
 
 
 def _address(target: _Target) -> str:
@@ -155,4 +160,6 @@ class _Connection(http.client.HTTPConnection):
         return left
 
 
-TOO_LONG = f"the file is longer than {MAX_BYTES} bytes, the most that it may have"
+def too_long(most: int) -> str:
+    """Why a file is refused that is longer than this."""
+    return f"the file is longer than {most} bytes, the most that it may have"

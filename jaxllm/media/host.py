@@ -67,9 +67,9 @@ class Images:
         if not request.images:
             return
         tokens = np.array(request.prompt_token_ids)
-        token = self._spec.image_token_id
+        is_embedded = np.isin(tokens, self._spec.token_ids)
         images = [
-            _Placed(one, one.start + np.flatnonzero(tokens[one.start : one.end] == token))
+            _Placed(one, one.start + np.flatnonzero(is_embedded[one.start : one.end]))
             for one in request.images
         ]
         offsets = None
@@ -185,15 +185,18 @@ class Images:
 
 def _grid_offsets(images: Sequence[ImageItem], num_tokens: int, merge: int) -> np.ndarray:
     """`_Using.offsets` of a prompt. All tokens of an image have one position in time, and those in
-    its rows and columns from there on. The text behind an image goes on after its longer edge."""
+    its rows and columns from there on. The text behind an image goes on after its longer edge; that
+    behind a video whose positions tell the time, also after its last pair of frames."""
     offsets = np.empty((NUM_AXES, num_tokens + 1), np.int32)
-    before = delta = 0
+    before = delta = position = 0
     for one in images:
         offsets[:, before : one.start] = delta
+        if not one.continues:
+            position = one.start + delta
         rows, columns = one.rows // merge, one.columns // merge
         index = np.arange(rows * columns)
-        of_axes = np.stack([np.zeros_like(index), index // columns, index % columns])
-        offsets[:, one.start : one.end] = delta + of_axes - index
-        before, delta = one.end, delta + max(rows, columns) - len(index)
+        of_axes = np.stack([np.full_like(index, one.time), index // columns, index % columns])
+        offsets[:, one.start : one.end] = position + of_axes - one.start - index
+        before, delta = one.end, position + max(one.time + 1, rows, columns) - one.end
     offsets[:, before:] = delta
     return offsets

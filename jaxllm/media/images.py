@@ -1,4 +1,4 @@
-"""Images of a request: read, decoded and placed in the tokens of its prompt.
+"""Images and videos of a request: read, decoded and placed in the tokens of its prompt.
 
 `load` takes long and touches files and hosts, so servers call it before they tokenize, on threads
 of its own. `placed` only counts.
@@ -8,7 +8,6 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,14 +17,17 @@ from jaxllm.errors import ValidationError, refused
 from jaxllm.media.chat import NamedImage
 from jaxllm.media.decode import Patches, in_rgb, of_array, to_patches
 from jaxllm.media.decode_process import DecodeProcess
+from jaxllm.media.frames import Clip
 from jaxllm.media.item import ImageItem, ImageSpec
+from jaxllm.media.placing import DATA, Encoder, Media, place, rewritten
 from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_file, read_url
+from jaxllm.media.videos import as_videos, read_video
 from jaxllm.plural import counted
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 
-DATA, UUIDS, KWARGS = "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"
-# The keys of a prompt that say something of images.
+UUIDS, KWARGS = "multi_modal_uuids", "mm_processor_kwargs"
+# The keys of a prompt that say something of images and videos.
 KEYS = (DATA, UUIDS, KWARGS)
 
 
@@ -42,23 +44,17 @@ class Length(Protocol):
     def fit(self, token_ids: list[int]) -> list[int]: ...
 
 
-class Encoder(Protocol):
-    """A tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-
-class Loaded(tuple[Patches, ...]):
-    """The images of a prompt, decoded."""
+class Loaded(tuple[Patches | Clip, ...]):
+    """The images or the videos of a prompt, decoded."""
 
 
 def has_images(prompt: object) -> bool:
-    """Whether a prompt has a key for images."""
+    """Whether a prompt has a key for images and videos."""
     return isinstance(prompt, Mapping) and any(prompt.get(key) is not None for key in KEYS)
 
 
 class Images:
-    """Loads and places the images of one engine's requests. Thread-safe."""
+    """Loads and places the images and videos of one engine's requests. Thread-safe."""
 
     def __init__(
         self,
@@ -81,21 +77,17 @@ class Images:
             raise refused(DATA, data, "it must be a dict, such as {'image': image}")
         if prompt.get(KWARGS):
             raise refused(KWARGS, prompt[KWARGS], "give it to the engine: it holds for all images")
-        if unknown := (data or {}).keys() - {"image"}:
-            raise refused(DATA, sorted(map(str, unknown)), "only 'image' is supported")
-        given = (data or {}).get("image")
-        if not isinstance(given, Loaded):
-            images = list(given) if isinstance(given, list | tuple) else [given]
-            images = [one for one in images if given is not None]
-            self._check_number(len(images))
-            _check_uuids(prompt.get(UUIDS), len(images))
-            names = _names(images)
-            given = self._decoded(names, images)
+        given = dict(data or {})
+        if unknown := given.keys() - {"image", "video"}:
+            why = "only 'image' and 'video' are supported"
+            raise refused(DATA, sorted(map(str, unknown)), why)
+        if not all(isinstance(one, Loaded) for one in given.values()):
+            given = self._decoded(given.get("image"), given.get("video"), prompt.get(UUIDS))
         others = {key: value for key, value in prompt.items() if key not in KEYS}
-        return others | {DATA: {"image": given}} if given else others
+        return others | {DATA: given} if any(given.values()) else others
 
     async def loaded(self, prompts: Sequence[Any]) -> list[Any]:
-        """Load the images of several prompts, off the event loop."""
+        """Load the images and videos of several prompts, off the event loop."""
         loop = asyncio.get_running_loop()
         return [
             await loop.run_in_executor(self._threads, self.load, prompt)
@@ -104,24 +96,27 @@ class Images:
             for prompt in prompts
         ]
 
-    def taken(self, prompt: Any) -> tuple[Any, Sequence[Patches]]:
-        """The prompt without its images, and these."""
+    def taken(self, prompt: Any) -> tuple[Any, Media]:
+        """The prompt without its images and videos, and these."""
         if not has_images(prompt):
-            return prompt, ()
+            return prompt, Media()
         others = self.load(prompt)
         data = others.pop(DATA, None)
         if data is None:
-            return others, ()
-        if self._spec is not None and self._spec.written:
-            others |= self._rewritten(others.get("prompt"), others.get("prompt_token_ids"))
-        return others, data["image"]
+            return others, Media()
+        spec = self._spec
+        if spec is not None and spec.written:
+            others |= rewritten(
+                others.get("prompt"), others.get("prompt_token_ids"), spec, self._encoder
+            )
+        return others, Media(data.get("image", ()), data.get("video", ()))
 
     def placed(
-        self, token_ids: list[int], images: Sequence[Patches], length: Length
+        self, token_ids: list[int], media: Media, length: Length
     ) -> tuple[list[int], list[ImageItem]]:
-        """Put the tokens of images in place of the token that stands for each; raise
+        """Put the tokens of images and videos in place of the token that stands for each; raise
         ValidationError if the prompt is too long then."""
-        if not images:
+        if not any(media):
             return token_ids, []
         if length.truncate is not None:
             raise refused(
@@ -129,7 +124,8 @@ class Images:
                 length.truncate,
                 "a prompt with images is not cut; leave it out",
             )
-        token_ids, items = self._place(token_ids, images)
+        assert self._spec is not None, "images were loaded"
+        token_ids, items = place(token_ids, media, self._spec, self._encoder)
         return length.fit(token_ids), items
 
     def check_logprobs(self, items: Sequence[ImageItem], prompt_logprobs: int | None) -> None:
@@ -144,107 +140,63 @@ class Images:
         if self._decoder is not None:
             self._decoder.close()
 
-    def _place(
-        self, token_ids: list[int], images: Sequence[Patches]
-    ) -> tuple[list[int], list[ImageItem]]:
-        spec = self._spec
-        assert spec is not None, "images were loaded"
-        expanded: list[int] = []
-        items: list[ImageItem] = []
-        marks = token_ids.count(spec.image_token_id)
-        if marks != len(images):
-            raise refused(
-                DATA,
-                counted(len(images), "image"),
-                f"the prompt has {spec.written[0] if spec.written else spec.image_token!r}, which "
-                "stands for an image, "
-                f"{counted(marks, 'time')}; write it once for each image, and nowhere else",
-            )
-        left = iter(images)
-        for token in token_ids:
-            if token != spec.image_token_id:
-                expanded.append(token)
-                continue
-            image = next(left)
-            tokens = _tokens(image, spec)
-            items.append(
-                ImageItem(
-                    digest=_digest(image),
-                    start=len(expanded),
-                    end=len(expanded) + len(tokens),
-                    rows=image.rows,
-                    columns=image.columns,
-                    pixels=image.pixels,
-                )
-            )
-            expanded += tokens
-        if expanded[-1] == spec.image_token_id:
-            # A step that computes a single token at the end of a prompt has no embeddings.
-            raise refused(
-                DATA,
-                counted(len(images), "image"),
-                f"the prompt ends with {spec.image_token!r}; write what the model has after an "
-                "image, as its chat template does",
-            )
-        return expanded, items
-
-    def _rewritten(self, text: object, ids: object) -> dict[str, Any]:
-        """A text with what is put in place of the marks for images. The ids of the same text, which
-        a chat has, too, change with it; others stay."""
-        assert self._spec is not None and self._spec.written is not None
-        mark, written = self._spec.written
-        if not isinstance(text, str) or mark not in text:
-            return {}
-        changed: dict[str, Any] = {"prompt": text.replace(mark, written)}
-        if not isinstance(ids, list) or self._encoder is None:
-            return changed
-        if mark == self._spec.image_token:  # and what is put around it are tokens, too
-            of_image = self._encoder.encode(written, add_special_tokens=False)
-            soft = [self._spec.image_token_id]
-            of_text = [new for its in ids for new in (of_image if [its] == soft else [its])]
-            changed["prompt_token_ids"] = of_text
-        else:
-            for adds in (False, True):  # a chat template may have written the special tokens
-                if self._encoder.encode(text, add_special_tokens=adds) == ids:
-                    of_text = self._encoder.encode(changed["prompt"], add_special_tokens=adds)
-                    return changed | {"prompt_token_ids": of_text}
-        return changed
-
-    def _check_number(self, number: int) -> None:
-        """Refuse more images than are allowed, before any is looked at."""
+    def _check_number(self, kind: str, number: int, most: int) -> None:
+        """Refuse more than are allowed, before any is looked at."""
         if not number:
             return
         if self._spec is None:
             raise refused(
                 DATA,
-                counted(number, "image"),
+                counted(number, kind),
                 "this engine reads text alone: its model has no tower for images that is "
                 "supported, or was started without",
             )
-        if number > self._spec.max_images:
+        if kind == "video" and self._spec.video is None:
             raise refused(
                 DATA,
-                counted(number, "image"),
-                f"a prompt may have {self._spec.max_images}; start the engine with a greater "
-                "limit_mm_per_prompt",
+                counted(number, kind),
+                "this model takes no videos, or its engine was started without them "
+                "(limit_mm_per_prompt); give frames as images",
+            )
+        if number > most:
+            raise refused(
+                DATA,
+                counted(number, kind),
+                f"a prompt may have {most}; start the engine with a greater limit_mm_per_prompt",
             )
 
-    def _decoded(self, names: Sequence[str], images: Sequence[Any]) -> Loaded:
-        """Decode images while their tokens have room in a prompt: a small file may become large."""
-        found, num_tokens = [], 0
-        for name, image in zip(names, images, strict=True):
-            patches = self._patches(name, image)
-            assert self._spec is not None, "images are allowed"
-            num_tokens += patches.rows * patches.columns // self._spec.patches_per_token
+    def _decoded(self, image: Any, video: Any, uuids: object) -> dict[str, Loaded]:
+        """Decode images and videos while their tokens have room in a prompt: a small file may
+        become large."""
+        images = list(image) if isinstance(image, list | tuple) else [image]
+        images = [one for one in images if image is not None]
+        videos = as_videos(video)
+        spec = self._spec
+        of_videos = None if spec is None else spec.video
+        self._check_number("image", len(images), 0 if spec is None else spec.max_images)
+        self._check_number("video", len(videos), 0 if of_videos is None else of_videos.max_videos)
+        _check_uuids(uuids, {"image": len(images), "video": len(videos)})
+        found: dict[str, list[Patches | Clip]] = {"image": [], "video": []}
+        num_tokens = 0
+        for name, one in zip(_names("image", images), images, strict=True):
+            assert spec is not None, "images are allowed"
+            patches = self._patches(name, one)
+            found["image"].append(patches)
+            num_tokens += patches.rows * patches.columns // spec.patches_per_token
             if num_tokens >= self._max_tokens:
                 raise refused(
                     DATA,
                     counted(len(images), "image"),
-                    f"the first {len(found) + 1} of them have {num_tokens} tokens, and "
+                    f"the first {len(found['image'])} of them have {num_tokens} tokens, and "
                     f"max_model_len={self._max_tokens}",
                 )
-            found.append(patches)
-        return Loaded(found)
+        for name, one in zip(_names("video", videos), videos, strict=True):
+            assert spec is not None and self._decoder is not None, "videos are allowed"
+            room = self._max_tokens - num_tokens
+            clip = read_video(name, one, spec, self._decoder, self._config, room)
+            found["video"].append(clip)
+            num_tokens += clip.num_patches // spec.patches_per_token
+        return {kind: Loaded(its) for kind, its in found.items() if its}
 
     def _patches(self, name: str, given: Any) -> Patches:
         spec, decoder = self._spec, self._decoder
@@ -270,37 +222,24 @@ class Images:
         )
 
 
-def _names(images: Sequence[Any]) -> list[str]:
-    """What errors call each image."""
+def _names(kind: str, given: Sequence[Any]) -> list[str]:
+    """What errors call each image or video."""
     return [
-        one.name if isinstance(one, NamedImage) else f"{DATA}.image[{place}]"
-        for place, one in enumerate(images)
+        one.name if isinstance(one, NamedImage) else f"{DATA}.{kind}[{place}]"
+        for place, one in enumerate(given)
     ]
 
 
-def _check_uuids(uuids: object, number: int) -> None:
+def _check_uuids(uuids: object, numbers: Mapping[str, int]) -> None:
     """Refuse malformed uuids. They change nothing: images are known by their content."""
     if uuids is None:
         return
-    given = uuids.get("image") if isinstance(uuids, Mapping) else None
-    given = [given] if isinstance(given, str) else given
-    if isinstance(given, list | tuple) and len(given) == number:
-        if all(isinstance(one, str | None) for one in given):
-            return
-    raise refused(UUIDS, uuids, "it must be {'image': [...]}, with a string or None for each")
-
-
-def _tokens(image: Patches, spec: ImageSpec) -> list[int]:
-    """The tokens of an image: those of a row, a break, the next row, an end; or the rows alone."""
-    rows, columns = image.rows // spec.merge, image.columns // spec.merge
-    if spec.break_token_id is None or spec.end_token_id is None:
-        return [spec.image_token_id] * rows * columns
-    row = [spec.image_token_id] * columns + [spec.break_token_id]
-    return (row * rows)[:-1] + [spec.end_token_id]
-
-
-def _digest(image: Patches) -> bytes:
-    """The name of an image in caches. Fields have fixed lengths, so that no two images have the
-    same bytes."""
-    framed = b"image" + image.rows.to_bytes(8, "little") + image.columns.to_bytes(8, "little")
-    return sha256(framed + image.pixels).digest()
+    if not isinstance(uuids, Mapping) or not uuids or uuids.keys() - numbers.keys():
+        raise refused(UUIDS, uuids, "it must be {'image': [...]}, with a string or None for each")
+    for kind, given in uuids.items():
+        its = [given] if isinstance(given, str) else given
+        if not isinstance(its, list | tuple) or len(its) != numbers[kind]:
+            its = [0]
+        if not all(isinstance(one, str | None) for one in its):
+            why = f"it must be {{{kind!r}: [...]}}, with a string or None for each"
+            raise refused(UUIDS, uuids, why)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from jaxllm.media.frames import FRAMES, VideoSpec
 from jaxllm.media.resizing import Area, LongestEdge, Square, Tiles, TokenBudget
 
 
@@ -31,6 +32,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     # token stands there itself.
     written: tuple[str, str] | None = None
     max_images: int  # of a prompt
+    video: VideoSpec | None = None  # None: there are no videos in prompts
 
     @property
     def side(self) -> int:
@@ -39,8 +41,18 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_patches(self) -> int:
-        """The patches of the largest image."""
-        return self.resizing.max_tokens(self.side) * self.patches_per_token
+        """The patches of the largest image, or of the largest pair of frames."""
+        most = self.resizing.max_tokens(self.side)
+        if self.video is not None:
+            most = max(most, self.video.resizing.max_tokens(self.side))
+        return most * self.patches_per_token
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens for which embeddings stand."""
+        if self.video is None:
+            return (self.image_token_id,)
+        return (self.image_token_id, self.video.token_id)
 
     @property
     def patches_per_token(self) -> int:
@@ -54,12 +66,17 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.patches_per_token
 
     @property
+    def frames(self) -> int:
+        """Of so many frames the device gets patches."""
+        return 1 if self.video is None else FRAMES
+
+    @property
     def patch_bytes(self) -> int:
-        return 3 * self.patch_size**2
+        return 3 * self.frames * self.patch_size**2
 
 
 class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An image at its place in a prompt."""
+    """An image at its place in a prompt, or a pair of frames of a video."""
 
     digest: bytes  # of all that its embeddings depend on
     start: int  # the place of its first token in the prompt
@@ -67,8 +84,13 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     rows: int  # of patches
     columns: int
     # uint8: the patches one after another, those of a token beside each other. A patch has the rows
-    # of its first channel, then those of the next. Tiles lie one below the other.
+    # of its first channel, then those of the next. Tiles lie one below the other. Of a pair of
+    # frames, each channel has the rows of the first frame, then those of the second.
     pixels: bytes
+    # Where positions tell the time: how many of them a pair of frames is behind the first pair of
+    # its video, and whether it has that video's position, not that of the text before it.
+    time: int = 0
+    continues: bool = False
 
     @property
     def num_patches(self) -> int:

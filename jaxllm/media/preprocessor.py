@@ -7,14 +7,19 @@ from typing import Any
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.files import read_json
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.processors.files import FILE, Files, Wanted
+from jaxllm.media.processors.files import FILE, VIDEO_FILE, Files, Wanted
 from jaxllm.media.processors.registry import PROCESSORS
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 
 
 def read_image_spec(
-    model_dir: Path, wanted: Wanted, *, changes: Mapping[str, Any], max_images: int
+    model_dir: Path,
+    wanted: Wanted,
+    *,
+    changes: Mapping[str, Any],
+    max_images: int,
+    max_videos: int = 0,
 ) -> ImageSpec | None:
     """Read how images are made for such a tower; None: the files do not say it.
 
@@ -36,9 +41,12 @@ def read_image_spec(
         if fields.get(name, True) is not True:
             raise UnsupportedModelError(f"{FILE}: {name}={shown(fields[name])} is not supported")
     made_by = PROCESSORS[wanted.processor]
-    files = Files(fields, processor, _token_ids(tokenizer), wanted, changes)
+    video = _read_optional(model_dir / VIDEO_FILE) or processor.get("video_processor") or fields
+    files = Files(
+        fields, processor, _token_ids(tokenizer), wanted, changes, dict(video), max_videos
+    )
     mean, std = _normalisation(fields, usual=made_by.normalises)
-    return ImageSpec(
+    spec = ImageSpec(
         patch_size=wanted.patch_size,
         merge=wanted.merge,
         resample=_filter(fields.get("resample", 3)),
@@ -51,6 +59,22 @@ def read_image_spec(
         max_images=max_images,
         **made_by.read(files),
     )
+    if spec.video is not None:
+        _check_pixels_of_video(files, spec)
+    return spec
+
+
+def _check_pixels_of_video(files: Files, spec: ImageSpec) -> None:
+    """Refuse videos whose pixels are not normalised as those of images are."""
+    of_images = {"image_mean": [*spec.mean], "image_std": [*spec.std]}
+    mean, std = _normalisation(of_images | dict(files.video), usual=True)
+    scale = _number(files.video, "rescale_factor", spec.scale)
+    resample = _filter(files.video.get("resample", spec.resample))
+    if (mean, std, scale, resample) != (spec.mean, spec.std, spec.scale, spec.resample):
+        raise UnsupportedModelError(
+            f"{VIDEO_FILE}: videos are resized or normalised otherwise than images, which is not "
+            """supported; start with limit_mm_per_prompt={"video": 0}"""
+        )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -97,6 +97,10 @@ class Area(msgspec.Struct, frozen=True, tag=True):
             rows, columns = (math.ceil(edge * by / side) * side for edge in (height, width))
         return rows, columns
 
+    def frame_size(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of each frame of a video, which are as those of an image."""
+        return self.size(height, width, side)
+
     def max_tokens(self, side: int) -> int:
         """No image has more tokens: not one that is made smaller to a single row of tokens, nor
         one whose edges are rounded up."""
@@ -104,6 +108,37 @@ class Area(msgspec.Struct, frozen=True, tag=True):
         smallest, longest = math.sqrt(self.min_pixels) / side, math.sqrt(_MOST_UNEQUAL)
         rounded_up = smallest**2 + smallest * (longest + 1 / longest) + 1
         return math.floor(max(self.max_pixels / side**2, in_row, rounded_up))
+
+
+class TotalArea(msgspec.Struct, frozen=True, tag=True):
+    """Qwen3-VL's for videos: as `Area`, of all frames together."""
+
+    min_pixels: int
+    max_pixels: int
+
+    def frame_size(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
+        """The height and width of each frame, for tokens of so many pixels a side."""
+        if height < side or width < side:
+            scale = max(side / height, side / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > _MOST_UNEQUAL * min(height, width):
+            raise UndecodableError(f"one edge is more than {_MOST_UNEQUAL} times the other")
+        rows, columns = round(height / side) * side, round(width / side) * side
+        area = round(num_frames / 2) * 2 * rows * columns
+        if area > self.max_pixels:
+            by = math.sqrt(num_frames * height * width / self.max_pixels)
+            rows, columns = (
+                max(side, math.floor(edge / by / side) * side) for edge in (height, width)
+            )
+        elif area < self.min_pixels:
+            by = math.sqrt(self.min_pixels / (num_frames * height * width))
+            rows, columns = (math.ceil(edge * by / side) * side for edge in (height, width))
+        return rows, columns
+
+    def max_tokens(self, side: int) -> int:
+        """No frame has more tokens: one of two may have half of the area."""
+        of_frame = Area(min_pixels=-(-self.min_pixels // 2), max_pixels=-(-self.max_pixels // 2))
+        return of_frame.max_tokens(side)
 
 
 class TokenBudget(msgspec.Struct, frozen=True, tag=True):

@@ -172,5 +172,5 @@ AROUND_VISUAL: dict[str, str] = AROUND_DECODER | {
     "vision_start_token_id": "stands before an image in the text; chat templates write it",
     "vision_end_token_id": "stands behind an image in the text; chat templates write it",
     "vision_token_id": "is in no prompt",
-    "tokens_per_second": "is of videos, which are refused",
+    "tokens_per_second": "is of videos; the tower reads it in vision_config",
 }

@@ -22,11 +22,25 @@ Seeing = Literal["before", "image", "image_in_windows"]
 class Images(NamedTuple):
     """The patches of many images."""
 
-    pixels: jax.Array  # f32 [P, numbers of a patch], normalised: of each channel its rows
+    # f32 [P, numbers of a patch], normalised: of each channel its rows, or in an engine that sees
+    # videos those of both frames, which are alike in an image.
+    pixels: jax.Array
     places: jax.Array  # i32 [P, 2]: the row and the column of each patch in its image
     # i32 [R + 1]: the patches of image r are [starts[r], starts[r + 1]). Images of padding are
     # empty. Patches of padding are in none, and what is computed of them must be finite.
     starts: jax.Array
+
+
+class VideoTokens(NamedTuple):
+    """How a model takes videos: pairs of frames, each of which the tower sees as it sees an image.
+    A patch has that of both frames."""
+
+    token_id: int  # for which an embedding stands
+    start_id: int  # what stands before the embeddings of a pair, or of a whole video
+    end_id: int
+    # How many positions a second has, where positions tell the time of a pair; None: each pair has
+    # its time before it, in words.
+    positions_per_second: int | None
 
 
 class Tower(Protocol):
@@ -63,6 +77,11 @@ class TowerSpec(Protocol):
     def marks(self) -> tuple[int, int] | None:
         """The tokens that stand before and behind an image in a text, where config.json names
         them."""
+        ...
+
+    @property
+    def video(self) -> VideoTokens | None:
+        """How it takes videos; None: not at all."""
         ...
 
     @property

@@ -32,7 +32,8 @@ class ImagePlan:
 
 def wants_images(config: EngineConfig) -> bool:
     """Whether the user wants the tower of a model that has one."""
-    return not config.media.language_model_only and config.media.max_images > 0
+    media = config.media
+    return not media.language_model_only and max(media.max_images, media.max_videos) > 0
 
 
 def with_images(
@@ -54,9 +55,11 @@ def with_images(
             tower.marks,
             sees_all=tower.seeing != "before",
             only_in_windows=tower.seeing == "image_in_windows",
+            video=tower.video,
         ),
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,
+        max_videos=config.media.max_videos,
     )
     if spec is None:
         logger.warning(
@@ -111,6 +114,12 @@ def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: in
 
 def _check(config: EngineConfig, spec: ImageSpec) -> None:
     """Refuse what does not go with images yet."""
+    if spec.video is None and config.media.wants_videos:
+        raise refused(
+            "limit_mm_per_prompt",
+            dict(config.media.limit_mm_per_prompt or {}),
+            "this model takes no video; leave it out",
+        )
     parallel = config.parallel
     threshold = config.scheduler.long_prefill_token_threshold
     if spec.sees_all and threshold:

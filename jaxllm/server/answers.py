@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.frontend.input_processor import ProcessedInput
-from jaxllm.media.chat import has_images
+from jaxllm.media.chat import has_media
 from jaxllm.openai.answer import TIMEOUT
 from jaxllm.openai.endpoints import Background, Endpoint, Request
 from jaxllm.openai.errors import UnavailableError
@@ -288,7 +288,7 @@ class AnswerEndpoint:
 
 def _shows_images(request: Request) -> bool:
     chat = request.conversation
-    return chat is not None and has_images(chat.messages)
+    return chat is not None and has_media(chat.messages)
 
 
 class _Alarm:

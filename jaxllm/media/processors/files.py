@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError, refused, shown
+from jaxllm.models.tower import VideoTokens
 
 FILE = "preprocessor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
 
 
 class Wanted(NamedTuple):
@@ -21,6 +23,7 @@ class Wanted(NamedTuple):
     marks: tuple[int, int] | None = None  # the tokens before and behind an image in a text
     sees_all: bool = False  # as ImageSpec has it
     only_in_windows: bool = False
+    video: VideoTokens | None = None
 
 
 class Files(NamedTuple):
@@ -31,6 +34,9 @@ class Files(NamedTuple):
     ids: Mapping[str, int]  # the added tokens of tokenizer.json
     wanted: Wanted
     changes: Mapping[str, Any]  # the user's mm_processor_kwargs
+    # Of video_preprocessor_config.json; where there is none, as `fields`.
+    video: Mapping[str, Any]
+    max_videos: int  # of a prompt, as the user wants
 
 
 def square_edge(files: Files) -> int:

@@ -1,41 +1,137 @@
-"""Reads the files of Qwen's processor, which limits the area of an image."""
+"""Reads the files of Qwen's processors, which limit the area of an image, and that of a video."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UnsupportedModelError, refused, shown
-from jaxllm.media.processors.files import FILE, Files, check_equal, check_known, image_token
-from jaxllm.media.resizing import Area
+from jaxllm.media.frames import VideoSpec
+from jaxllm.media.processors.files import (
+    FILE,
+    VIDEO_FILE,
+    Files,
+    check_equal,
+    check_known,
+    image_token,
+    is_count,
+)
+from jaxllm.media.resizing import Area, TotalArea
 
 _HIGHEST_AREA = 1 << 26
 _OF_AREA = ("size", "min_pixels", "max_pixels")
+_OF_FRAMES = ("fps", "num_frames", "min_frames", "max_frames")
+_OF_VIDEOS = "videos_kwargs"
+_USUAL_FPS = 2.0
+_MOST_FRAMES = 768  # that a model sees of a video
 
 
 def read(files: Files) -> dict[str, Any]:
-    """What the files say: the least and the largest area."""
-    for name, value in (
-        ("patch_size", files.wanted.patch_size),
-        ("merge_size", files.wanted.merge),
-        ("temporal_patch_size", 2),
-    ):
-        check_equal(FILE, files.fields, name, value)
-    check_known(files.changes, _OF_AREA)
+    """What the files say: the least and the largest area, and how videos are made."""
+    _check_patches(FILE, files.fields, files)
+    check_known(files.changes, (*_OF_AREA, *_OF_FRAMES, _OF_VIDEOS))
     area = _read_area(files.fields, Area(min_pixels=56 * 56, max_pixels=28 * 28 * 1280))
     if area is None:
         asked = {name: files.fields[name] for name in _OF_AREA if name in files.fields}
         raise UnsupportedModelError(f"{FILE}: the areas of {shown(asked)} are not supported")
-    changed = _read_area(files.changes, area)
+    its = {name: value for name, value in files.changes.items() if name in _OF_AREA}
+    changed = _read_area(its, area)
     if changed is None or changed.max_pixels > area.max_pixels:
         raise refused(
             "mm_processor_kwargs",
-            dict(files.changes),
+            its,
             'it must be {"min_pixels": number, "max_pixels": number}, or {"size": '
             '{"shortest_edge": number, "longest_edge": number}} for the same areas; min_pixels '
             f"({area.min_pixels} by default) is at most max_pixels, and max_pixels is at most "
             f"{area.max_pixels}, as the model was trained",
         )
     token = image_token(files)
-    return {"resizing": changed, "image_token": token, "has_grid_positions": True}
+    return {
+        "resizing": changed,
+        "image_token": token,
+        "has_grid_positions": True,
+        "video": _read_video(files),
+    }
+
+
+def _check_patches(file: str, fields: Mapping[str, Any], files: Files) -> None:
+    for name, value in (
+        ("patch_size", files.wanted.patch_size),
+        ("merge_size", files.wanted.merge),
+        ("temporal_patch_size", 2),
+    ):
+        check_equal(file, fields, name, value)
+
+
+def _read_video(files: Files) -> VideoSpec | None:
+    """How videos are made; None: the user wants none, or the tokenizer has no token for them."""
+    tokens, changes = files.wanted.video, dict(files.changes)
+    changes |= _of_videos(changes.pop(_OF_VIDEOS, {}))
+    names = {number: name for name, number in files.ids.items()}
+    if tokens is None or not files.max_videos or tokens.token_id not in names:
+        return None
+    fields = files.video
+    _check_patches(VIDEO_FILE, fields, files)
+    in_words = tokens.positions_per_second is None
+    kind, side = ("Qwen3VL", 32) if in_words else ("Qwen2VL", 28)
+    if fields.get("video_processor_type", f"{kind}VideoProcessor") != f"{kind}VideoProcessor":
+        its = shown(fields["video_processor_type"])
+        raise UnsupportedModelError(f"{VIDEO_FILE}: video_processor_type={its} is not supported")
+    if fields.get("cap_pixels_per_frame"):
+        raise UnsupportedModelError(f"{VIDEO_FILE}: cap_pixels_per_frame is not supported")
+    usual = Area(min_pixels=128 * side * side, max_pixels=768 * side * side)
+    area = _read_area(fields, usual)
+    if area is None:
+        raise UnsupportedModelError(f"{VIDEO_FILE}: the areas of videos in it are not supported")
+    of_videos = _of_videos(files.changes.get(_OF_VIDEOS, {}))
+    changed = _read_area({name: of_videos[name] for name in _OF_AREA if name in of_videos}, area)
+    if changed is None or changed.max_pixels > area.max_pixels:
+        why = f"the areas must be numbers of pixels, the largest at most {area.max_pixels}"
+        raise refused(f"mm_processor_kwargs.{_OF_VIDEOS}", of_videos, why)
+    frames = {name: changes.get(name) for name in _OF_FRAMES}
+    if frames["fps"] is not None and frames["num_frames"] is not None:
+        raise refused("mm_processor_kwargs.fps", frames["fps"], "num_frames says otherwise")
+    fps = _fps("mm_processor_kwargs.fps", frames["fps"], fields.get("fps"))
+    least, most = (
+        _frames(f"mm_processor_kwargs.{name}", frames[name], fields.get(name, known))
+        for name, known in (("min_frames", 4), ("max_frames", _MOST_FRAMES))
+    )
+    number = frames["num_frames"]
+    if number is not None:
+        number = _frames("mm_processor_kwargs.num_frames", number, number)
+    return VideoSpec(
+        resizing=TotalArea(changed.min_pixels, changed.max_pixels) if in_words else changed,
+        token=names[tokens.token_id],
+        token_id=tokens.token_id,
+        start_id=tokens.start_id,
+        end_id=tokens.end_id,
+        positions_per_second=tokens.positions_per_second,
+        fps=fps,
+        num_frames=number,
+        min_frames=least,
+        max_frames=most,
+        max_videos=files.max_videos,
+    )
+
+
+def _of_videos(given: object) -> dict[str, Any]:
+    """What the user changes for videos alone."""
+    if isinstance(given, Mapping) and given.keys() <= {*_OF_AREA, *_OF_FRAMES}:
+        return dict(given)
+    may = ", ".join((*_OF_AREA, *_OF_FRAMES))
+    raise refused(f"mm_processor_kwargs.{_OF_VIDEOS}", given, f"it may have {may}")
+
+
+def _fps(name: str, given: Any, usual: Any) -> float:
+    fps = given if given is not None else usual if usual is not None else _USUAL_FPS
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1e-3 <= fps <= 1e4:
+        raise refused(name, fps, "it must be a number from 0.001 to 10000")
+    return float(fps)
+
+
+def _frames(name: str, given: Any, usual: Any) -> int:
+    number = usual if given is None else given
+    if not is_count(number) or number > _MOST_FRAMES:
+        raise refused(name, number, f"it must be a number from 1 to {_MOST_FRAMES}")
+    return number
 
 
 def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:

@@ -48,6 +48,7 @@ class Gemma4TowerSpec:
     merge: int
     image_token_id: int
     marks: tuple[int, int]
+    video: None = None
     seeing: Seeing
     size: int
     num_layers: int

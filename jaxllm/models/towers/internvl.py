@@ -44,6 +44,7 @@ class InternVLSpec:
     merge: int
     image_token_id: int
     marks: None = None
+    video: None = None
     seeing: Seeing = "before"
     image_size: int
     size: int

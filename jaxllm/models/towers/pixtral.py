@@ -47,6 +47,7 @@ class PixtralSpec:
     merge: int
     image_token_id: int
     marks: None = None
+    video: None = None
     seeing: Seeing = "before"
     size: int
     num_layers: int

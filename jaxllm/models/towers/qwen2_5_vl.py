@@ -25,7 +25,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap, concatenated
 from jaxllm.models.family import read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
-from jaxllm.models.tower import Images, Seeing
+from jaxllm.models.tower import Images, Seeing, VideoTokens
 from jaxllm.models.towers.layers import rotated_in_quarters, run_layer, tower_context
 from jaxllm.models.towers.qwen_patches import (
     CHANNELS,
@@ -34,6 +34,7 @@ from jaxllm.models.towers.qwen_patches import (
     patch_weights,
     read_heads,
     read_rope_theta,
+    read_video,
 )
 
 _NORM = RMSNormSpec(eps=1e-6)
@@ -49,6 +50,7 @@ class QwenTowerSpec:
     merge: int
     image_token_id: int
     marks: None = None
+    video: VideoTokens
     seeing: Seeing = "before"
     size: int
     num_layers: int
@@ -104,6 +106,11 @@ def read(config: HFConfig, architecture: Architecture) -> QwenTowerSpec:
         patch_size=patch_size,
         merge=merge,
         image_token_id=config.integer("image_token_id", 151_655, lowest=0),
+        video=read_video(
+            config,
+            (151_656, 151_652, 151_653),
+            positions_per_second=vision.integer("tokens_per_second"),
+        ),
         size=size,
         num_layers=num_layers,
         attention=read_heads(vision, size),
@@ -124,6 +131,7 @@ _DEFAULTS = {
     "spatial_merge_size": 2,
     "window_size": 112,
     "fullatt_block_indexes": (7, 15, 23, 31),
+    "tokens_per_second": 4,
 }
 
 
@@ -196,7 +204,8 @@ class _Encoder(nnx.Module):
             tower_context(starts, rotary, ops, mesh)
             for starts in (images.starts, windows.starts * per_token)
         )
-        hidden = in_windows(self.patch_conv(of_two_frames(images.pixels).astype(self.dtype)))
+        frames = of_two_frames(images.pixels, spec.patch_size)
+        hidden = in_windows(self.patch_conv(frames.astype(self.dtype)))
         for index, layer in enumerate(self.blocks):
             hidden = run_layer(layer, hidden, whole if index in spec.full_layers else cut)
         merged = self.merger(hidden)

@@ -28,7 +28,7 @@ from jaxllm.models.checkpoint_map import CheckpointMap
 from jaxllm.models.family import read_mlp
 from jaxllm.models.hf_config import HFConfig
 from jaxllm.models.specs import Architecture
-from jaxllm.models.tower import Images, Seeing
+from jaxllm.models.tower import Images, Seeing, VideoTokens
 from jaxllm.models.towers.layers import rotated_in_quarters, run_layer, tower_context
 from jaxllm.models.towers.qwen_patches import (
     CHANNELS,
@@ -37,6 +37,7 @@ from jaxllm.models.towers.qwen_patches import (
     patch_weights,
     read_heads,
     read_rope_theta,
+    read_video,
 )
 
 _NORM = LayerNormSpec(eps=1e-6)
@@ -52,6 +53,7 @@ class Qwen3TowerSpec:
     merge: int
     image_token_id: int
     marks: None = None
+    video: VideoTokens
     seeing: Seeing = "before"
     size: int
     num_layers: int
@@ -89,7 +91,7 @@ def read(config: HFConfig, architecture: Architecture) -> Qwen3TowerSpec:
     """Read the tower of Qwen3-VL, and what is between it and the decoder."""
     vision = config.inside("vision_config").with_defaults(_DEFAULTS)
     of_layers = _read_tapped(vision, architecture)
-    return _read(config, vision, architecture, "qwen3_vl", tapped=of_layers, image_token_id=151_655)
+    return _read(config, vision, architecture, "qwen3_vl", tapped=of_layers, ids=_IDS)
 
 
 def read_without_taps(config: HFConfig, architecture: Architecture) -> Qwen3TowerSpec:
@@ -97,7 +99,7 @@ def read_without_taps(config: HFConfig, architecture: Architecture) -> Qwen3Towe
     config.must_be("language_model_only", False)
     vision = config.inside("vision_config").with_defaults(_DEFAULTS)
     vision.must_be("deepstack_visual_indexes", [], ())
-    return _read(config, vision, architecture, "qwen3_5", tapped=(), image_token_id=248_056)
+    return _read(config, vision, architecture, "qwen3_5", tapped=(), ids=_IDS_OF_3_5)
 
 
 def _read_tapped(vision: HFConfig, architecture: Architecture) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ def _read(
     kind: str,
     *,
     tapped: tuple[int, ...],
-    image_token_id: int,
+    ids: tuple[int, int, int, int],
 ) -> Qwen3TowerSpec:
     """Read what both towers have; `kind` begins the types of the model."""
     # Older files have the type of the whole model here.
@@ -146,7 +148,8 @@ def _read(
     return Qwen3TowerSpec(
         patch_size=vision.integer("patch_size"),
         merge=vision.integer("spatial_merge_size"),
-        image_token_id=config.integer("image_token_id", image_token_id, lowest=0),
+        image_token_id=config.integer("image_token_id", ids[0], lowest=0),
+        video=read_video(config, ids[1:], positions_per_second=None),
         size=size,
         num_layers=vision.integer("depth"),
         attention=read_heads(vision, size),
@@ -156,6 +159,10 @@ def _read(
         tapped=tapped,
     )
 
+
+# The usual tokens of images, of videos, and those before and behind either.
+_IDS = 151_655, 151_656, 151_652, 151_653
+_IDS_OF_3_5 = 248_056, 248_057, 248_053, 248_054
 
 # Of the class in transformers.
 _DEFAULTS = {
@@ -217,7 +224,8 @@ class _Encoder(nnx.Module):
         spec = self.spec
         rotary = rotated_in_quarters(spec.attention.head_size, spec.rope_theta, images.places)
         context = tower_context(images.starts, rotary, ops, mesh)
-        hidden = self.patch_conv(of_two_frames(images.pixels).astype(self.dtype))
+        frames = of_two_frames(images.pixels, spec.patch_size)
+        hidden = self.patch_conv(frames.astype(self.dtype))
         hidden = hidden + self._learned(images).astype(hidden.dtype)
         merged = []
         for index, layer in enumerate(self.blocks):

@@ -10,6 +10,7 @@ from jaxllm.layers.rope import RopeConfig
 from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.checkpoint_map import Place, Rule, Source, ViewedAs
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.tower import VideoTokens
 
 CHANNELS = 3
 FRAMES = 2  # of a video, in a patch
@@ -24,13 +25,21 @@ TINY_PREPROCESSOR = {
     "resample": 3,
     "size": {"shortest_edge": 256, "longest_edge": 4096},
 }
-TINY_IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+TINY_IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 # Their ids, as config.json has them.
-TINY_IMAGE_IDS = {"image_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5}
+TINY_IMAGE_IDS = {
+    "image_token_id": 3,
+    "vision_start_token_id": 4,
+    "vision_end_token_id": 5,
+    "video_token_id": 6,
+}
 
 
-def of_two_frames(pixels: jax.Array) -> jax.Array:
-    """Patches of images [P, C * p * p] as those of videos in which they stand still."""
+def of_two_frames(pixels: jax.Array, patch_size: int) -> jax.Array:
+    """Patches of two frames [P, C * F * p * p]. Those of images [P, C * p * p] become videos in
+    which they stand still."""
+    if pixels.shape[1] == CHANNELS * FRAMES * patch_size**2:
+        return pixels
     of_channels = pixels.reshape(len(pixels), CHANNELS, 1, -1)
     frames = jnp.broadcast_to(of_channels, (*of_channels.shape[:2], FRAMES, of_channels.shape[3]))
     return frames.reshape(len(pixels), -1)
@@ -48,6 +57,17 @@ def patch_weights(patch_size: int) -> Rule:
         return ViewedAs(place.plain_tensor(name, shape), piece)
 
     return rule
+
+
+def read_video(
+    config: HFConfig, ids: tuple[int, int, int], *, positions_per_second: int | None
+) -> VideoTokens:
+    """Read the tokens of videos, whose usual `ids` are those of one, of its start and its end."""
+    names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+    token, start, end = (
+        config.integer(name, usual, lowest=0) for name, usual in zip(names, ids, strict=True)
+    )
+    return VideoTokens(token, start, end, positions_per_second)
 
 
 def read_heads(vision: HFConfig, size: int) -> SelfAttentionSpec:

@@ -49,6 +49,7 @@ class SiglipSpec:
     merge: int
     image_token_id: int
     marks: None = None
+    video: None = None
     seeing: Seeing = "image"
     image_size: int
     size: int
