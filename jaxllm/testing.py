@@ -53,7 +53,8 @@ _CHAT_WITH_IMAGES = _CHAT_TEMPLATE.replace(
     "{{ message['content'] }}",
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO{% else %}"
+    "{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}",
 )
 # The text from which the tokenizer learns its merges.
@@ -243,11 +244,19 @@ def _write_tokenizer(path: Path, image_tokens: tuple[str, ...]) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS,
             "clean_up_tokenization_spaces": False,
-            "chat_template": _CHAT_WITH_IMAGES.replace("IMAGE", image_tokens[0])
-            if image_tokens
-            else _CHAT_TEMPLATE,
+            "chat_template": _chat_template(image_tokens),
         },
     )
+
+
+def _chat_template(image_tokens: tuple[str, ...]) -> str:
+    """The template of a chat, with the tokens of an image, those around it and that of a video, as
+    far as the family has them."""
+    if not image_tokens:
+        return _CHAT_TEMPLATE
+    image, *around, video = image_tokens if len(image_tokens) > 3 else (*image_tokens, "")
+    written = video.join(around[:2]) if video else ""
+    return _CHAT_WITH_IMAGES.replace("IMAGE", image).replace("VIDEO", written)
 
 
 @functools.cache

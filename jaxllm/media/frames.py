@@ -26,7 +26,7 @@ class VideoSpec(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int
     start_id: int  # before the embeddings of a pair, or of a whole video
     end_id: int
-    positions_per_second: int | None  # as VideoTokens has it
+    positions_per_second: int | None  # None: pairs have their times in words
     fps: float  # how many frames of a second are seen
     num_frames: int | None  # how many of a video, if it says so
     min_frames: int

@@ -13,7 +13,7 @@ from jaxllm.logging import init_logger
 from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import read_image_spec
-from jaxllm.media.processors.files import Wanted
+from jaxllm.media.processors.files import VideoWanted, Wanted
 from jaxllm.models.specs import Architecture
 from jaxllm.plan.choose_state_ops import state_ops_by_xla
 
@@ -55,7 +55,7 @@ def with_images(
             tower.marks,
             sees_all=tower.seeing != "before",
             only_in_windows=tower.seeing == "image_in_windows",
-            video=tower.video,
+            video=None if tower.video is None else VideoWanted(*tower.video),
         ),
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,

@@ -208,7 +208,8 @@ def test_images_may_be_given_in_several_ways(llm, alone, tmp_path):
     [
         ({"multi_modal_data": {"image": [LARGE] * 65}}, "limit_mm_per_prompt"),
         ({"multi_modal_data": {"image": [LARGE, LARGE]}}, "once for each image"),
-        ({"multi_modal_data": {"video": LARGE}}, "only 'image'"),
+        ({"multi_modal_data": {"audio": LARGE}}, "only 'image' and 'video'"),
+        ({"multi_modal_data": {"video": LARGE}}, "takes no videos"),
         ({"multi_modal_data": {"image": 3}}, "it must be an image"),
         ({"multi_modal_data": {"image": LARGE.astype(np.float32)}}, "must be uint8"),
         ({"multi_modal_data": {"image": "/nowhere.png"}}, "no such file"),
@@ -307,6 +308,7 @@ def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
         ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, "with images"),
         ({"spec_method": "draft_model", "spec_model": "/nowhere"}, "with images"),
         ({"limit_mm_per_prompt": {"video": 1}}, "no video"),
+        ({"limit_mm_per_prompt": {"audio": 1}}, "no audio"),
         ({"limit_mm_per_prompt": {"image": -1}}, "from 0 on"),
         ({"mm_processor_kwargs": {"size": {"longest_edge": 4096}}}, "at most 64"),
         ({"mm_processor_kwargs": {"crop": True}}, "only 'size'"),

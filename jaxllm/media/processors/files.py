@@ -5,10 +5,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError, refused, shown
-from jaxllm.models.tower import VideoTokens
 
 FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
+
+
+class VideoWanted(NamedTuple):
+    """What config.json says of videos: their tokens, and those before and behind them."""
+
+    token_id: int
+    start_id: int
+    end_id: int
+    positions_per_second: int | None  # None: a pair of frames has its time before it, in words
 
 
 class Wanted(NamedTuple):
@@ -23,7 +31,7 @@ class Wanted(NamedTuple):
     marks: tuple[int, int] | None = None  # the tokens before and behind an image in a text
     sees_all: bool = False  # as ImageSpec has it
     only_in_windows: bool = False
-    video: VideoTokens | None = None
+    video: VideoWanted | None = None  # None: there are none
 
 
 class Files(NamedTuple):
