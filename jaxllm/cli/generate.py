@@ -45,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeated.",
     )
     parser.add_argument(
+        "--video",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="A video for every prompt, a file or a directory of frames, at the model's mark for "
+        "one (such as <|video_pad|>); may be repeated.",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="Print one JSON object per answer, for programs."
     )
     parser.add_argument(
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
     params = params.clone(structured_outputs=form)
-    plain = [with_images(one.prompt, args.image) for one in prompts]
+    plain = [with_media(one.prompt, args.image, args.video) for one in prompts]
     if llm.llm_engine.config.profiler.profile_dir is not None:
         llm.start_profile()
     try:
@@ -107,14 +115,18 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-def with_images(prompt: PromptType, images: list[str]) -> PromptType:
-    """The prompt with these files of images, before those that it has."""
-    if not images:
+def with_media(prompt: PromptType, images: list[str], videos: list[str]) -> PromptType:
+    """The prompt with these files of images and videos, before those that it has."""
+    given = {"image": images, "video": videos}
+    if not any(given.values()):
         return prompt
     keys: Any = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    its = (keys.get("multi_modal_data") or {}).get("image") or []
-    its = its if isinstance(its, list) else [its]
-    return cast(PromptType, {**keys, "multi_modal_data": {"image": [*images, *its]}})
+    data = dict(keys.get("multi_modal_data") or {})
+    for kind, paths in given.items():
+        its = data.get(kind) or []
+        if paths:
+            data[kind] = [*paths, *(its if isinstance(its, list) else [its])]
+    return cast(PromptType, {**keys, "multi_modal_data": data})
 
 
 def form_from(args: argparse.Namespace) -> StructuredOutputsParams | None:

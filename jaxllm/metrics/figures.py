@@ -70,8 +70,12 @@ FIGURES = (
     _counter("prompt_tokens_cached", "prefix_cache_hits", "Tokens of prompts found in the cache."),
     _counter("generation_tokens", "num_generation_tokens", "Tokens generated."),
     _counter("num_preemptions", "num_preemptions", "Answers put back for want of memory."),
-    _counter("prompt_images", "num_images", "Images of prompts."),
-    _counter("encoded_images", "num_images_encoded", "Images that the tower has encoded."),
+    _counter("prompt_images", "num_images", "Images of prompts, and pairs of frames of videos."),
+    _counter(
+        "encoded_images",
+        "num_images_encoded",
+        "Images and pairs of frames that the tower has encoded.",
+    ),
     _counter(
         "corrupted_requests",
         "num_requests_corrupted",

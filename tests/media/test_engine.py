@@ -257,12 +257,12 @@ def test_the_command_line_shows_images(llm, tmp_path):
     import threading
 
     from jaxllm.cli.conversation import Conversation
-    from jaxllm.cli.generate import with_images
+    from jaxllm.cli.generate import with_media
     from jaxllm.cli.local_model import LocalModel
 
     path = tmp_path / "large.png"
     path.write_bytes(encoded(LARGE))
-    found = answers(llm, [with_images("Look: [IMG] What is it?", [str(path)])])
+    found = answers(llm, [with_media("Look: [IMG] What is it?", [str(path)], [])])
     assert_equal(found, answers(llm, PROMPTS[:1]))
     chat = Conversation(LocalModel(llm.llm_engine, PARAMS))
     with pytest.raises(ValidationError, match="no such file"):
