@@ -170,7 +170,18 @@ MECHANISMS = {
     "experts in bfloat16": ("qwen3_moe", {"head_dim": 32}, {"dtype": "bfloat16"}),
     "convolutions": ("lfm2", {}, {"dtype": "float32"}),
     "delta nets": ("qwen3_next", {}, {"dtype": "float32"}),
-    "latents": ("deepseek_v3", {}, {"dtype": "float32"}),
+    # XLA's products with matrices of these sizes depend on the number of rows.
+    "latents": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        {"dtype": "float32"},
+    ),
     "latents in bfloat16": ("glm4_moe_lite", {}, {"dtype": "bfloat16"}),
     "latents beside Kimi's delta nets": ("kimi_linear", {}, {"dtype": "float32"}),
     "int8 cache": ("llama", {}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
