@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxllm_kernels.head_products.api import HeadProducts
+from jaxllm_kernels.head_products.xla import XLA_HEADS
 from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
 
 from jaxllm.errors import refused
@@ -162,8 +164,10 @@ class HeadMatrices(nnx.Module):
     """The matrices of each head that make keys and values of a latent.
 
     A checkpoint has those of a head in one tensor; here they are apart, since queries absorb the
-    ones, and outputs the others.
+    ones, and outputs the others. The plan chooses the implementation of products with them.
     """
+
+    products: HeadProducts = XLA_HEADS
 
     def __init__(self, spec: LatentAttentionSpec, *, dtype: DTypeLike):
         def param(size: int) -> nnx.Param:
@@ -175,14 +179,8 @@ class HeadMatrices(nnx.Module):
 
     def absorb(self, q: jax.Array) -> jax.Array:
         """Queries against keys [T, N, nope] as queries against latents [T, N, L]."""
-        return _of_heads("tnh,nhl->tnl", q, self.k_weight[...])
+        return self.products.times(q, self.k_weight[...])
 
     def values(self, latents: jax.Array) -> jax.Array:
         """Weighted sums of latents [T, N, L] as those of values [T, N, V]."""
-        return _of_heads("tnl,nvl->tnv", latents, self.v_weight[...])
-
-
-def _of_heads(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    precision = "highest" if x.dtype == jnp.float32 else "default"
-    y = jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+        return self.products.times_transposed(latents, self.v_weight[...])

@@ -17,7 +17,7 @@ from jaxllm.programs.identity import program_identity
 _FACTS = (
     "jaxllm", "sources", "jax", "jaxlib", "compiler", "JAX settings", "XLA optimises little",
     "XLA flags", "host", "architecture", "model_class", "dtype", "block_size", "kv_cache",
-    "attention", "matmul", "row_sums", "experts", "coded_products",
+    "attention", "matmul", "head_products", "row_sums", "experts", "coded_products",
 )  # fmt: skip
 # Of a file, so many bytes at so many places: some 16,000 reads of 16 GB.
 _SAMPLE, _SAMPLED_EVERY = 4096, 1 << 20

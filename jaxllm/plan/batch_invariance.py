@@ -12,7 +12,8 @@ from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.gated_delta.native import NativeDelta
-from jaxllm_kernels.mla.api import LatentConfig
+from jaxllm_kernels.head_products.native import NativeHeadProducts
+from jaxllm_kernels.mla.native import NativeLatentBackend
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
 
 from jaxllm.config import EngineConfig
@@ -66,16 +67,17 @@ def _why_not(plan: EnginePlan) -> str | None:
         return "models that pool do not keep it; leave it out"
     if plan.images is not None:
         return "models with images do not keep it; leave it out"
-    if any(isinstance(config, LatentConfig) for config in plan.attention_configs):
-        return "latents are multiplied by matrices of heads by XLA, which does not keep it"
     if ModelRegistry.has_own_class(plan.architecture.name):
         return f"whether the class of {plan.architecture.name} keeps it is not known"
     if not isinstance(plan.matmul, NativeMatmul) or plan.row_sums is None:
         return "it needs our own kernels for CPUs, and products are XLA's"
     if (why := _states(plan)) is not None:
         return why
-    if type(plan.attention) is not NativeBackend:
+    if type(plan.attention) not in (NativeBackend, NativeLatentBackend):
         return f"attention {plan.attention.name!r} does not keep it, and 'native' does"
+    has_latents = isinstance(plan.attention, NativeLatentBackend)
+    if has_latents and not isinstance(plan.head_products, NativeHeadProducts):
+        return "products with matrices of heads keep it with our own kernel, and these are XLA's"
     models = [plan.abstract_model(stage) for stage in plan.stages]
     return next(filter(None, map(_products, models)), None)
 

@@ -16,6 +16,9 @@ from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.tpu import TpuExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS, XlaExperts
+from jaxllm_kernels.head_products.api import HeadProducts
+from jaxllm_kernels.head_products.native import NativeHeadProducts
+from jaxllm_kernels.head_products.xla import XLA_HEADS
 from jaxllm_kernels.low_rank.api import LowRankOp
 from jaxllm_kernels.low_rank.native import NativeLowRank
 from jaxllm_kernels.low_rank.xla import XlaLowRank
@@ -89,6 +92,21 @@ def choose_matmul(library: Library | NoLibrary, num_shards: int, *, is_invariant
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
     return NativeMatmul(library, computes_all=is_invariant)
+
+
+def choose_head_products(
+    library: Library | NoLibrary, configs: Collection[MixerConfig], num_shards: int
+) -> HeadProducts:
+    """What multiplies by the matrices of heads, if latents are attended to. XLA cannot shard the
+    native product."""
+    have_none = not any(isinstance(config, LatentConfig) for config in configs)
+    if isinstance(library, NoLibrary) or num_shards > 1 or have_none:
+        return XLA_HEADS
+    try:
+        return NativeHeadProducts.load(library)
+    except ValueError as error:
+        logger.info("XLA multiplies by matrices of heads in place of our own kernel: %s", error)
+        return XLA_HEADS
 
 
 def choose_row_sums(library: Library | NoLibrary, *, is_invariant: bool) -> RowSums | None:

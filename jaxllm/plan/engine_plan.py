@@ -13,11 +13,13 @@ from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
 from jaxllm_kernels.experts.api import ExpertsOp
+from jaxllm_kernels.head_products.api import HeadProducts
 from jaxllm_kernels.platform import OPTIONS_OF_FIXED_ORDER, Chip
 from jaxllm_kernels.row_sums.api import RowSums
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.context import MixerBackend, MixerConfig
+from jaxllm.layers.latent_attention import HeadMatrices
 from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.moe import Experts
 from jaxllm.layers.norm import Summing
@@ -71,6 +73,7 @@ class EnginePlan:
     attention: MixerBackend
     attention_configs: tuple[MixerConfig, ...]
     matmul: Matmul
+    head_products: HeadProducts  # of latent attention
     experts: ExpertsOp | None  # None: the model has none
     coded_products: tuple[str, ...]  # how products with codes are computed, in words
     state_ops: StateOps | None  # None: no mixer has a state
@@ -233,6 +236,8 @@ class EnginePlan:
                 rounds = isinstance(module, Linear) and self._rounds(module)
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
+            elif isinstance(module, HeadMatrices):
+                module.products = self.head_products
             elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
                 assert experts is not None
                 module.op = experts

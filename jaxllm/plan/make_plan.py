@@ -39,6 +39,7 @@ from jaxllm.plan.choose_kernels import (
     choose_add_norm,
     choose_attention,
     choose_experts,
+    choose_head_products,
     choose_low_rank,
     choose_matmul,
     choose_products,
@@ -153,11 +154,7 @@ def make_plan(
     if speculation is not None and keeps_states:
         speculation = dataclasses.replace(speculation, keeps_states=True)
     adapters = plan_adapters(
-        config,
-        in_parts,
-        meshes,
-        dtype,
-        op=choose_low_rank(config, library, num_shards),
+        config, in_parts, meshes, dtype, op=choose_low_rank(config, library, num_shards)
     )
     limits = BatchLimits(
         num_tokens=max_num_batched_tokens,
@@ -358,6 +355,7 @@ def make_plan(
         attention=attention,
         attention_configs=attention_configs,
         matmul=matmul,
+        head_products=choose_head_products(library, attention_configs, num_shards),
         experts=experts_of(architecture),
         counts_experts=counts_experts,
         coded_products=tuple(

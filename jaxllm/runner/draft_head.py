@@ -81,11 +81,8 @@ class HeadDrafting:
         self, inputs: StepInputs, forward: Forward, ends: Ends, state: DeviceState
     ) -> tuple[DeviceState, jax.Array]:
         num_drafts = 0 if inputs.num_drafts is None else inputs.num_drafts
-        following = ends.newest
-        if inputs.next_tokens is not None:
-            following = jnp.where(inputs.samples, following, inputs.next_tokens)
-        else:
-            following = jnp.where(inputs.samples, following, PADDING_TOKEN)
+        assert inputs.next_tokens is not None, "the plan has no head"
+        following = jnp.where(inputs.samples, ends.newest, inputs.next_tokens)
         # The last token of each row that counts. Behind it are refused drafts.
         last = inputs.query_starts[1:] - 1 - num_drafts + ends.num_accepted
         last = jnp.where(ends.lengths > 0, last, len(forward.token_ids))

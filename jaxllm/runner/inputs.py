@@ -51,7 +51,7 @@ class StepInputs:
     # i32 [R]: how many of the row's last tokens are drafts; only where rows may have some
     num_drafts: jax.Array | None
     # i32 [R]: the token behind a row that samples none; NO_TOKEN for others. Only for a head that
-    # drafts, and where rows may have more tokens than one.
+    # drafts.
     next_tokens: jax.Array | None
     row_params: jax.Array  # i32 [R, columns]: encoded sampling parameters
     # i32 [R]: the slot of each row's adapter, or their number; only in programs with adapters
@@ -120,7 +120,7 @@ class InputLayout:
             }
         if self._has_drafts:
             shapes["num_drafts"] = (rows,)
-        self._reads_ahead = reads_ahead and not bucket.decode_only
+        self._reads_ahead = reads_ahead
         if self._reads_ahead:
             shapes["next_tokens"] = (rows,)
         if bucket.has_adapters:

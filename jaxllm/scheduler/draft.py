@@ -138,7 +138,7 @@ class StepDraft:
             num_drafts=num_drafts,
             draft_reads=self.draft_reads,
             moves=self.moves,
-            next_tokens=self._next_tokens(samples) if self._reads_ahead else None,
+            next_tokens=_next_tokens(rows, samples) if self._reads_ahead else None,
             block_updates=updates,
             state_copies=self.state_copies,
             admissions=self._admissions,
@@ -166,17 +166,6 @@ class StepDraft:
                 flat.fromlist(request.known_tokens(end - size, end))
         return np.frombuffer(flat, np.int32)
 
-    def _next_tokens(self, samples: np.ndarray) -> np.ndarray | None:
-        if samples.all():
-            return None
-        following = np.full(len(samples), NO_TOKEN, np.int32)
-        # A decode samples.
-        for row, (request, _, _) in enumerate(self._chunks, len(self.decodes)):
-            if not samples[row]:
-                end = request.num_computed_tokens
-                (following[row],) = request.known_tokens(end, end + 1)
-        return following
-
     @staticmethod
     def _newest(request: Request, num_drafts: int) -> int:
         """The token of a row before its drafts."""
@@ -191,3 +180,14 @@ class StepDraft:
             return request.forced[index - len(outputs)]
         # While drafts are in flight the place is the latest possible one, and behind known tokens.
         return CARRIED_TOKEN
+
+
+def _next_tokens(rows: list[Request], samples: np.ndarray) -> np.ndarray | None:
+    """The token behind each row that ends a part of a prompt. A part of one token is a decode."""
+    if samples.all():
+        return None
+    following = np.full(len(rows), NO_TOKEN, np.int32)
+    for row in np.flatnonzero(~samples):
+        end = rows[row].num_computed_tokens
+        (following[row],) = rows[row].known_tokens(end, end + 1)
+    return following

@@ -74,7 +74,7 @@ def _check_places(
     assert places == Counter(map(id, requests.values())), "a request is not in one place"
     for status, there in (
         (RequestStatus.RUNNING, running),
-        (RequestStatus.WAITING, queued),
+        (RequestStatus.WAITING, [r for r in queued if r.status is not RequestStatus.SWAPPED]),
         (RequestStatus.PARKED, held + late),
     ):
         assert all(request.status is status for request in there), status

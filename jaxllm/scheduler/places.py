@@ -57,7 +57,7 @@ class Places:
             request.num_holds += 1
             leader.followers.append(request)
         if request.num_holds:
-            request.status = RequestStatus.PARKED
+            self._move(request, RequestStatus.PARKED)
         else:
             self.waiting.push(request)
 
@@ -71,9 +71,8 @@ class Places:
         """Let the first waiting request run. It already has its blocks, where `num_cached` of its
         tokens need not be computed."""
         request = self.waiting.pop()
-        request.status = RequestStatus.RUNNING
+        self._move(request, RequestStatus.RUNNING)
         request.slot = self.free_slots.pop()
-        self._note_swapped(request, False)
         bisect.insort(self.running, request, key=attrgetter("order"))
         if not request.stats.scheduled_ts:
             request.stats.scheduled_ts = time.monotonic()
@@ -95,25 +94,25 @@ class Places:
 
     def hold_first(self) -> None:
         """Park the first waiting request, which the gate holds."""
-        self.waiting.pop().status = RequestStatus.PARKED
+        self._move(self.waiting.pop(), RequestStatus.PARKED)
 
     def wait(self, request: Request) -> None:
         """Put a request that was parked, or that ran, in the waiting queue."""
-        request.status = RequestStatus.WAITING
+        is_swapped = self._kv.tier is not None and request.stats.num_preemptions > 0
+        self._move(request, RequestStatus.SWAPPED if is_swapped else RequestStatus.WAITING)
         self.waiting.push(request)
 
     def preempt(self, request: Request) -> None:
         """Take slot and blocks from a running request; the caller takes it out of `running`. When
         it runs again it computes its tokens again, except those whose blocks are still cached."""
         self._give_back(request)
-        self._note_swapped(request, self._kv.tier is not None)
         request.num_computed_tokens = request.num_proposed = request.num_draft_read = 0
         request.num_drafts = 0
         request.stats.num_preemptions += 1
         request.has_new_stats = True
         self._stats.num_preemptions += 1
         if request.num_in_flight:
-            request.status = RequestStatus.PARKED  # until its token arrives
+            self._move(request, RequestStatus.PARKED)  # until its token arrives
         else:
             self.wait(request)
 
@@ -144,12 +143,11 @@ class Places:
     def finish(self, request: Request) -> None:
         """Finish a request and free what it holds; `drop_finished` must follow."""
         status = request.status
-        request.status = RequestStatus.FINISHED
+        self._move(request, RequestStatus.FINISHED)
         del self.requests[request.request_id]
-        self._note_swapped(request, False)
         if status is RequestStatus.RUNNING:
             self._give_back(request)
-        elif status is RequestStatus.WAITING:
+        elif status in (RequestStatus.WAITING, RequestStatus.SWAPPED):
             self.waiting.forget_finished()
         if request.followers:
             self.release_followers(request)
@@ -182,9 +180,10 @@ class Places:
         stats.host_blocks_read, stats.host_blocks_dropped = tier.num_read, tier.num_dropped
         stats.blocks_taken, stats.blocks_not_taken = tier.num_taken, tier.num_not_taken
 
-    def _note_swapped(self, request: Request, is_swapped: bool) -> None:
-        self._stats.num_requests_swapped += is_swapped - request.is_swapped
-        request.is_swapped = is_swapped
+    def _move(self, request: Request, status: RequestStatus) -> None:
+        swapped = RequestStatus.SWAPPED
+        self._stats.num_requests_swapped += (status is swapped) - (request.status is swapped)
+        request.status = status
 
     def _give_back(self, request: Request) -> None:
         """Take slot and blocks from a request that ran."""

@@ -27,10 +27,11 @@ class RequestStatus(enum.IntEnum):
     """Where a request is. It is in exactly one place."""
 
     WAITING = 0  # in the waiting queue: it may be admitted
+    SWAPPED = 1  # there, too, after a preemption: what it had computed may be on the host
     # Not to be admitted yet: it waits for its leader's prompt, for a feature, or for its own token.
-    PARKED = 1
-    RUNNING = 2  # with a slot and blocks
-    FINISHED = 3
+    PARKED = 2
+    RUNNING = 3  # with a slot and blocks
+    FINISHED = 4
 
 
 class Request:
@@ -88,7 +89,6 @@ class Request:
         "sampled_in",
         "sampling_params",
         "seed",
-        "is_swapped",
         "slot",
         "snapshots",
         "source",
@@ -133,7 +133,6 @@ class Request:
         self.num_holds = 0  # what it waits for, parked, before it may run the first time
 
         self.status = RequestStatus.WAITING
-        self.is_swapped = False  # it was preempted, and its blocks may be on the host
         self.order: tuple = ()  # set once, by the scheduling policy
         self.slot = -1
         self.lane = NO_LANE  # `lanes` owns this field and the next

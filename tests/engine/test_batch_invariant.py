@@ -127,7 +127,7 @@ def test_the_summary_says_so(tmp_path):
         ("llama", {"attention_backend": "xla"}, "attention 'xla'"),
         ("llama", {"enable_lora": True}, "enable_lora"),
         ("falcon_h1", {}, "state spaces of Mamba"),
-        ("deepseek_v3", {}, "latent"),
+        ("glm4_moe_lite", {"quantization": "int8"}, "experts with codes"),
         ("lfm2", {"dtype": "bfloat16"}, "dtype='float32'"),
         # Of 64 inputs, which are no whole chunk.
         ("llama", {"quantization": "int4"}, "'xla', and 'native' ones"),
@@ -170,6 +170,20 @@ MECHANISMS = {
     "experts in bfloat16": ("qwen3_moe", {"head_dim": 32}, {"dtype": "bfloat16"}),
     "convolutions": ("lfm2", {}, {"dtype": "float32"}),
     "delta nets": ("qwen3_next", {}, {"dtype": "float32"}),
+    # XLA's products with matrices of these sizes depend on the number of rows.
+    "latents": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        {"dtype": "float32"},
+    ),
+    "latents in bfloat16": ("glm4_moe_lite", {}, {"dtype": "bfloat16"}),
+    "latents beside Kimi's delta nets": ("kimi_linear", {}, {"dtype": "float32"}),
     "int8 cache": ("llama", {}, {"dtype": "float32", "kv_cache_dtype": "int8"}),
     "fp8 cache": ("llama", {}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
     "drafts": ("llama", {}, {"dtype": "float32", "spec_method": "ngram", "spec_tokens": 3}),

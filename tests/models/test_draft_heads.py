@@ -54,10 +54,32 @@ def head_of(model):
             {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight",
              "self_attn.attention_sink_bias", "pre_mlp_layernorm.weight", "mlp.up_proj.weight"},
         ),
+        (
+            "qwen3_next",
+            "mtp.",
+            {"fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight",
+             "norm.weight", "layers.0.input_layernorm.weight", "layers.0.self_attn.q_norm.weight",
+             "layers.0.mlp.experts.7.up_proj.weight", "layers.0.mlp.shared_expert.up_proj.weight",
+             "layers.0.mlp.shared_expert_gate.weight"},
+        ),
+        (
+            "qwen3_5",
+            "mtp.",
+            {"fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"},
+        ),
+        (
+            "nemotron_h",
+            "mtp.layers.",
+            {"0.enorm.weight", "0.hnorm.weight", "0.eh_proj.weight", "0.norm.weight",
+             "0.mixer.v_proj.weight", "1.norm.weight", "1.mixer.gate.e_score_correction_bias",
+             "1.mixer.experts.7.up_proj.weight", "1.mixer.shared_experts.down_proj.weight",
+             "1.final_layernorm.weight"},
+        ),
     ],
 )  # fmt: skip
 def test_a_checkpoint_has_its_head_under_these_names(family, begin, names, tmp_path):
-    model = make_tiny_checkpoint(tmp_path, family, num_nextn_predict_layers=1)
+    count = "mtp_num_hidden_layers" if family == "qwen3_5" else "num_nextn_predict_layers"
+    model = make_tiny_checkpoint(tmp_path, family, **{count: 1})
     tensors = add_mtp(model)
     assert all(name.startswith(begin) for name in tensors)
     assert names <= {name.removeprefix(begin) for name in tensors}
@@ -86,7 +108,17 @@ def test_what_a_head_shares_with_the_model_must_be_the_same(tmp_path):
         load_weights(model, head_of(model).abstract(np.float32, 1))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "mimo_v2"])
+# The modules of both inputs' norms, of the projection, and of the last norm.
+DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+PARTS = {
+    "glm4_moe": DEEPSEEK,
+    "mimo_v2": (*DEEPSEEK[:3], "final_layernorm"),
+    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "mtp.norm"),
+    "nemotron_h": ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
 def test_both_inputs_are_normed_and_joined(family, tmp_path):
     """With a layer that passes its input on."""
     model = make_tiny_checkpoint(tmp_path, family, num_nextn_predict_layers=1)
@@ -100,14 +132,16 @@ def test_both_inputs_are_normed_and_joined(family, tmp_path):
 
     def norm(x, name):
         [weight] = [value for key, value in tensors.items() if key.endswith(f"{name}.weight")]
-        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + spec.norm.eps) * weight
+        of_ones = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + spec.norm.eps)
+        return of_ones * (weight + 1 if family == "qwen3_next" else weight)
 
-    [project] = [value for key, value in tensors.items() if "eh_proj" in key]
-    both = np.concatenate([norm(embedded, "enorm"), norm(hidden, "hnorm")], axis=1) @ project.T
-    last = {"glm4_moe": "shared_head.norm", "mimo_v2": "final_layernorm"}[family]
+    of_embedded, of_hidden, projection, last = PARTS[family]
+    [project] = [value for key, value in tensors.items() if f"{projection}.weight" in key]
+    both = np.concatenate([norm(embedded, of_embedded), norm(hidden, of_hidden)], axis=1)
+    both = both @ project.T
     given, _ = head(embedded, hidden, (), None)
-    # DeepSeek and GLM go on from before the last norm, MiMo from behind it.
-    goes_on = norm(both, last) if family == "mimo_v2" else both
+    # DeepSeek and GLM go on from before the last norm, others from behind it.
+    goes_on = both if family == "glm4_moe" else norm(both, last)
     np.testing.assert_allclose(given, goes_on, atol=1e-5)
     logits = head.compute_logits(given, lambda x: x)
     np.testing.assert_allclose(logits, norm(both, last), atol=1e-5)
@@ -155,3 +189,65 @@ def test_a_model_without_a_layer_behind_it_is_refused(tmp_path):
     model = make_tiny_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedModelError, match="num_nextn_predict_layers=0: the model has no"):
         head_of(model)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_head_is_beside_a_decoder_inside_a_larger_model(tmp_path, stacks):
+    """Its experts may be in another layout than the decoder's. A second layer is left out."""
+    model = make_tiny_checkpoint(
+        tmp_path,
+        "qwen3_5",
+        architectures=["Qwen3_5MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        mtp_num_hidden_layers=2,
+    )
+    head = add_mtp(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": config})
+    )
+    tensors = load_file(model / "model.safetensors")
+    at = "mtp.layers.0.mlp.experts"
+    gates, ups, downs = (
+        np.stack([tensors[f"{at}.{index}.{name}_proj.weight"] for index in range(4)])
+        for name in ("gate", "up", "down")
+    )
+    tensors = {
+        name.replace("model.", "model.language_model."): value
+        for name, value in tensors.items()
+        if not (stacks and name.startswith(at))
+    } | {"mtp.layers.1.self_attn.q_proj.weight": gates}
+    if stacks:
+        tensors[f"{at}.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+        tensors[f"{at}.down_proj"] = downs
+    save_file(tensors, model / "model.safetensors")
+    state = load_weights(model, head_of(model).abstract(np.float32, 1))
+    experts = state["layer"]["mlp"]["experts"]
+    np.testing.assert_array_equal(experts["w13_weight"], np.stack([gates, ups], axis=1))
+    np.testing.assert_array_equal(experts["w2_weight"], downs)
+    np.testing.assert_array_equal(state["eh_proj"]["weight"], head["mtp.fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("qwen3_5", {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers=0: the model has no lay"),
+        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True is"),
+        ("qwen3_next", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0: the model"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "there are none in it"),
+        ("nemotron_h", {"num_nextn_predict_layers": None}, "num_nextn_predict_layers=None: layers"),
+        ("nemotron_h", {"mtp_layers_block_type": ["mamba", "moe"]}, "mtp_layers_block_type="),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "*-"}, r"mtp_hybrid_override_pattern='\*-'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-M*"}, "the decoder's experts, and there"),
+    ],
+)
+def test_other_layers_that_draft_are_refused(family, config, message):
+    config = tiny_config(family) | {"dtype": "float32", "num_nextn_predict_layers": 1} | config
+    if family == "qwen3_5":
+        del config["num_nextn_predict_layers"]
+    architecture = read_architecture(config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelRegistry.family(architecture.name).draft_head(architecture)

@@ -254,7 +254,11 @@ def test_a_preempted_request_computes_at_most_a_block_again(make_engine, make_re
     most_swapped = 0
     while len(engine.done) < 8:
         engine.step()
-        most_swapped = max(most_swapped, engine.stats.num_requests_swapped)
+        requests = engine.scheduler._places.requests.values()
+        swapped = [r for r in requests if r.status is RequestStatus.SWAPPED]
+        assert len(swapped) == engine.stats.num_requests_swapped
+        assert all(r.stats.num_preemptions and not r.tables for r in swapped)
+        most_swapped = max(most_swapped, len(swapped))
     engine.drain()
     stats = engine.stats
     # Those that wait with their blocks on the host are reported, and nobody is in the end.

@@ -2,9 +2,12 @@
 
 MLPs and experts are of squared ReLU, without gates. Attention does not rotate. The router is that
 of DeepSeek V3. Experts of Nemotron 3 Super compute with shorter vectors between two projections.
-Layers that draft tokens are left out.
+Releases have two more layers, attention and experts, which draft tokens if they are asked to; else
+they are left out.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
@@ -13,12 +16,15 @@ from jaxllm.layers.mamba import GatedNormSpec, MambaSpec
 from jaxllm.layers.mlp import MLPSpec
 from jaxllm.layers.moe import MoESpec
 from jaxllm.layers.norm import RMSNormSpec
-from jaxllm.models.blocks import SingleBlock
+from jaxllm.models.blocks import PreNormBlock, SingleBlock
+from jaxllm.models.checkpoint_map import LLAMA_NAMES
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.families import mamba2
 from jaxllm.models.families.glm4_moe import read_sigmoid_router
 from jaxllm.models.family import FULL, Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import head_at, layer_with
 from jaxllm.models.read_moe import TRAINING, read_moe
 from jaxllm.models.read_recurrent import ATTENTION, LINEAR, MAMBA, MAMBA_HARMLESS, read_mamba
 from jaxllm.models.specs import Architecture, LayerSpec
@@ -146,6 +152,41 @@ def _read_experts(config: HFConfig) -> MoESpec:
     )
 
 
+def _draft_head(architecture: Architecture) -> HeadSpec:
+    """Both layers are one of ours: a norm before the attention, and another before the experts."""
+    fields = architecture.hf_config
+    if (number := fields.get("num_nextn_predict_layers")) != 1:
+        raise UnsupportedModelError(
+            f"config.json: num_nextn_predict_layers={shown(number)}: layers that draft are known "
+            "of models with 1"
+        )
+    for name in ("mtp_layers_block_type", "mtp_hybrid_override_pattern"):
+        kinds = fields.get(name) or "*E"
+        listed = kinds if isinstance(kinds, str | Sequence) else ()
+        if [_KINDS.get(kind) for kind in listed] != ["*", "E"]:
+            raise UnsupportedModelError(
+                f"config.json: {name}={shown(kinds)} is not supported; layers that draft are "
+                "attention and experts"
+            )
+    attention, experts = (layer_with(architecture, kind) for kind in (AttentionSpec, MoESpec))
+    return head_at(
+        "mtp",
+        architecture,
+        LLAMA_NAMES.with_rules(experts=each_expert(None)),
+        dataclasses.replace(attention, ffns=experts.ffns, block=PreNormBlock),
+        renamed={
+            **{name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")},
+            "layer": "",
+            "input_layernorm": "mtp.layers.0.norm",
+            "self_attn": "mtp.layers.0.mixer",
+            "post_attention_layernorm": "mtp.layers.1.norm",
+            "mlp": "mtp.layers.1.mixer",
+            "norm": "mtp.layers.1.final_layernorm",
+        },
+        passes_normed=True,
+    )
+
+
 FAMILY = Family(
     read=read,
     checkpoint=lambda architecture: _NAMES.ignoring(r"mtp\..*"),
@@ -179,7 +220,7 @@ FAMILY = Family(
             "mtp_layers_block_type",
             "mtp_hybrid_override_pattern",
         ),
-        "of layers behind the decoder, which draft tokens and are left out",
+        "of layers behind the decoder, which draft tokens if they are asked to",
     )
     | dict.fromkeys(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
@@ -191,4 +232,5 @@ FAMILY = Family(
         "moe_shared_expert_overlap": "how others compute, not what",
         "mamba_ssm_cache_dtype": "states are float32",
     },
+    draft_head=_draft_head,
 )

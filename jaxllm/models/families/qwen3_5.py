@@ -1,8 +1,8 @@
 """Qwen3.5, Qwen3.6 and Qwen3.8, also with experts, which also see images.
 
 Decoders are Qwen3-Next with other names in checkpoints, with an MLP or with experts in every layer.
-Those beside a tower have positions on three axes, as Qwen3-VL has them. Layers that draft tokens
-are left out.
+Those beside a tower have positions on three axes, as Qwen3-VL has them. Releases have one more
+layer, with attention, which drafts tokens if it is asked to; else it is left out.
 """
 
 import dataclasses
@@ -19,12 +19,14 @@ from jaxllm.models.checkpoint_map import (
     Source,
     concatenated,
 )
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert, stacked_experts
 from jaxllm.models.families import qwen3_next
 from jaxllm.models.families.qwen3_next import DRAFTS, read_hybrid, read_shared_moe
 from jaxllm.models.family import Family, read_mlp
 from jaxllm.models.harmless import AROUND_VISUAL
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import beside_decoder
 from jaxllm.models.read_moe import TRAINING
 from jaxllm.models.read_recurrent import taps
 from jaxllm.models.rope_parameters import with_axes
@@ -92,15 +94,24 @@ def _with_axes(config: HFConfig, architecture: Architecture) -> Architecture:
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    names = LLAMA_NAMES.with_rules(
-        in_proj_qkvz=_qkvz, in_proj_ba=concatenated("in_proj_b", "in_proj_a"), conv1d=taps
-    ).ignoring(DRAFTS)
-    if architecture.name.startswith("Qwen3_5Moe"):
-        names = _with_experts(names)
+    names = _names_of_layers(architecture).ignoring(DRAFTS)
     if architecture.tower is not None:
         return beside_visual(names, architecture.tower, is_inside=True)
     names = names.ignoring(r"model\.visual\..*")
     return inside_larger_model(names) if architecture.name in _IN_LARGER_MODEL else names
+
+
+def _names_of_layers(architecture: Architecture) -> CheckpointMap:
+    names = LLAMA_NAMES.with_rules(
+        in_proj_qkvz=_qkvz, in_proj_ba=concatenated("in_proj_b", "in_proj_a"), conv1d=taps
+    )
+    return _with_experts(names) if architecture.name.startswith("Qwen3_5Moe") else names
+
+
+def _draft_head(architecture: Architecture) -> HeadSpec:
+    """The layer is outside the decoder, also where the decoder is inside a larger model."""
+    names = _names_of_layers(architecture)
+    return beside_decoder(architecture, names, counted_by="mtp_num_hidden_layers")
 
 
 def _qkvz(place: Place) -> Source:
@@ -160,6 +171,7 @@ FAMILY = Family(
     | {"language_model_only": "whether vLLM runs the model without its tower"}
     | dict.fromkeys(
         ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        "of layers behind the decoder, which draft tokens and are left out",
+        "of the layer that drafts tokens if it is asked to",
     ),
+    draft_head=_draft_head,
 )

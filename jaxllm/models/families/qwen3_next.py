@@ -1,8 +1,8 @@
 """Qwen3-Next and Qwen3-Coder-Next: experts, and a gated delta net in three layers of four.
 
 The others have attention, with a gate for every output, and rotate a quarter of each head. Weights
-of norms are stored around zero, except for those in the delta nets. Layers that draft tokens are
-left out.
+of norms are stored around zero, except for those in the delta nets. Releases have one more layer,
+with attention, which drafts tokens if it is asked to; else it is left out.
 """
 
 import dataclasses
@@ -12,10 +12,12 @@ from jaxllm.layers.gated_delta import GatedDeltaSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.models.blocks import PreNormBlock
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
+from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.expert_tensors import each_expert
 from jaxllm.models.families.qwen3_moe import read_router
 from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.mtp import beside_decoder
 from jaxllm.models.read_moe import TRAINING, read_moe, read_numbers
 from jaxllm.models.read_recurrent import LINEAR, from_groups, read_gated_delta, read_kinds, taps
 from jaxllm.models.specs import Architecture, FFNSpec, LayerSpec
@@ -101,6 +103,11 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
     return names.ignoring(DRAFTS)
 
 
+def _draft_head(architecture: Architecture) -> HeadSpec:
+    names = _checkpoint(architecture)
+    return beside_decoder(architecture, names, counted_by="num_nextn_predict_layers")
+
+
 FAMILY = Family(
     read=read,
     checkpoint=_checkpoint,
@@ -125,5 +132,10 @@ FAMILY = Family(
     # Decays of a few percent, so that early tokens matter. Weights of norms in delta nets are near
     # one, since a norm's weight is stored without the one that others add.
     tiny_gains={"gate": 2.0, "linear_attn": -1.0, "norm": 2.0},
-    harmless=TRAINING,
+    harmless=TRAINING
+    | dict.fromkeys(
+        ("num_nextn_predict_layers", "mtp_use_dedicated_embeddings"),
+        "of the layer that drafts tokens if it is asked to",
+    ),
+    draft_head=_draft_head,
 )

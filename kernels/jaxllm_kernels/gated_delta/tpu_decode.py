@@ -60,6 +60,11 @@ def run_decodes(
         (1, heads, key_size, value_size), lambda j, i, slots, what: (slots[i], j, 0, 0)
     )
     its = rows_of_decodes(rows, num_rows, num_slots)
+    after = jax.ShapeDtypeStruct(state.shape, state.dtype)
+    if not interpret:
+        # Otherwise XLA moves the states of all slots into VMEM and back, where these are small.
+        state = pltpu.with_memory_space_constraint(state, pltpu.HBM)
+        after = pltpu.HBM(state.shape, state.dtype)
     num_elements = num_rows * num_heads * key_size * value_size
     out, state = pl.pallas_call(
         functools.partial(_step, heads_of_key=heads_of_key, by_channel=by_channel),
@@ -71,7 +76,7 @@ def run_decodes(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(by_block(v).shape, jnp.float32),
-            jax.ShapeDtypeStruct(state.shape, state.dtype),
+            after,
         ],
         input_output_aliases={3 + len(arrays): 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),

@@ -68,6 +68,12 @@ _CODED = {
 }
 # Attention to latents.
 _LATENTS = _Part("latents", "mla/native.cc", ("jaxllm_latents",))
+# Matrices of heads, which make keys and values of latents.
+_HEAD_PRODUCTS = _Part(
+    "head-products",
+    "head_products/native.cc",
+    ("jaxllm_heads_times", "jaxllm_heads_times_transposed"),
+)
 _EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
 _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
@@ -83,7 +89,7 @@ _SAMPLER = _Part(
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
-    _LATENTS, _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
+    _HEAD_PRODUCTS, _LATENTS, _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
 )  # fmt: skip
 _BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
@@ -142,6 +148,10 @@ class Library:
     def add_experts(self) -> None:
         """Load the experts. Raises ValueError, which says why, if there are none."""
         self._add(_EXPERTS)
+
+    def add_head_products(self) -> None:
+        """Load the products of heads. Raises ValueError, which says why, if there are none."""
+        self._add(_HEAD_PRODUCTS)
 
     def add_latents(self) -> None:
         """Load the attention to latents. Raises ValueError, which says why, if there is none."""

@@ -1,0 +1,1 @@
+"""Products of each head's rows with a matrix of that head."""

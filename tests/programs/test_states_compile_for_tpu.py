@@ -1,0 +1,72 @@
+"""A decode step of Qwen3.5-35B-A3B's layers, cut over TPU chips that are not there: the matrices of
+all slots stay where they are, and the kernel reads and writes those of the step's rows."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+from jaxllm_kernels.topology import topology_devices
+
+from jaxllm.config import EngineArgs
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.hlo import collectives, whole_array_copies
+
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="no libtpu: nothing is compiled for TPUs (pip install '.[tpu]')",
+    ),
+]
+
+CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
+# Three delta nets and a layer with attention, of ten times as many.
+NUM_LAYERS, NUM_SHARDS = 4, 8
+
+
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_a_decode_step_moves_no_matrices_of_all_slots(chip, tmp_path):
+    """A device has 16 MiB of them in a layer, which XLA would take into VMEM and back."""
+    config = json.loads(CONFIGS.read_text())["Qwen3.6 35B-A3B"]
+    decoder = config["text_config"]
+    decoder |= {"num_hidden_layers": NUM_LAYERS, "layer_types": decoder["layer_types"][:NUM_LAYERS]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(
+        model=str(tmp_path),
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        max_model_len=4096,
+        tensor_parallel_size=NUM_SHARDS,
+        enable_expert_parallel=True,
+    )
+    plan = make_plan(args, topology_devices(f"{chip}-8")[:NUM_SHARDS])
+    assert plan.state_ops is not None and plan.state_ops.delta.name == "tpu"
+    declared = declare_programs(plan, make_packer(plan).layouts)
+    bucket = max(bucket for bucket in plan.buckets if bucket.decode_only)
+    program = declared[bucket]
+    compiled = program.compile(program.lower())
+    weights, state, _ = program.arguments
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+
+    matrices = [
+        array for its in plan.stages[0].state_shapes for array in its if len(array.shape) == 4
+    ]
+    assert {array.sharding.shard_shape(array.shape) for array in matrices} == {(64, 4, 128, 128)}
+    arrays = jax.tree.leaves((weights, state.caches, state.snapshots))
+    assert not whole_array_copies(hlo, arrays)
+    # `copies` takes what enters VMEM for a prefetch.
+    assert "f32[64,4,128,128]{3,2,1,0:T(8,128)S(1)}" not in hlo
+    in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
+    assert memory.alias_size_in_bytes >= in_place
+    # The states of a layer are 16 MiB, the logits of all rows 7.6.
+    layer_bytes = math.prod((64, 4, 128, 128)) * 4
+    assert memory.temp_size_in_bytes < 3 * layer_bytes
+
+    size = bucket.num_tokens * decoder["hidden_size"] * 2
+    of_rows = [c.opcode for c in collectives(hlo) if c.num_bytes == size]
+    assert set(of_rows) == {"all-reduce"} and len(of_rows) <= 2 * NUM_LAYERS + 1
