@@ -190,6 +190,12 @@ def test_files_say_how_videos_are_made(model, tmp_path):
     found = read(model, tmp_path, file=file, kwargs=changes)
     assert (found.num_frames, found.resizing) == (6, TotalArea(1024, 2048))
     assert read(model, tmp_path, max_videos=0) is None
+    # As transformers writes what it does not use.
+    nulls = dict.fromkeys(("fps", "num_frames", "min_frames", "max_frames", "cap_pixels_per_frame"))
+    assert read(model, tmp_path, file={"size": size} | nulls) == IN_WORDS
+    of_file = read(model, tmp_path, file=file | {"fps": None, "num_frames": 9})
+    assert of_file == msgspec.structs.replace(IN_WORDS, num_frames=9)
+    assert read(model, tmp_path, file=file | {"num_frames": 9}, kwargs={"fps": 3}).fps == 3.0
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,14 @@ def _read_video(files: Files) -> VideoSpec | None:
         raise refused("mm_processor_kwargs.fps", frames["fps"], "num_frames says otherwise")
     fps = _fps("mm_processor_kwargs.fps", frames["fps"], fields.get("fps"))
     least, most = (
-        _frames(f"mm_processor_kwargs.{name}", frames[name], fields.get(name, known))
+        _frames(f"mm_processor_kwargs.{name}", frames[name], fields.get(name), known)
         for name, known in (("min_frames", 4), ("max_frames", _MOST_FRAMES))
     )
     number = frames["num_frames"]
+    if frames["fps"] is None:
+        number = fields.get("num_frames") if number is None else number
     if number is not None:
-        number = _frames("mm_processor_kwargs.num_frames", number, number)
+        number = _frames("mm_processor_kwargs.num_frames", number, None, 0)
     return VideoSpec(
         resizing=TotalArea(changed.min_pixels, changed.max_pixels) if in_words else changed,
         token=names[tokens.token_id],
@@ -127,8 +129,10 @@ def _fps(name: str, given: Any, usual: Any) -> float:
     return float(fps)
 
 
-def _frames(name: str, given: Any, usual: Any) -> int:
-    number = usual if given is None else given
+def _frames(name: str, given: Any, in_file: Any, usual: int) -> int:
+    """A number of frames that the user gives, or else the file, in which transformers may write
+    null."""
+    number = next(one for one in (given, in_file, usual) if one is not None)
     if not is_count(number) or number > _MOST_FRAMES:
         raise refused(name, number, f"it must be a number from 1 to {_MOST_FRAMES}")
     return number
