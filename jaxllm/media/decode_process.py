@@ -27,6 +27,7 @@ from jaxllm.media.resizing import UndecodableError
 _MEMORY_BYTES = 1 << 30
 _MEMORY_BYTES_OF_VIDEOS = 2 << 30
 _TIMEOUT_S = 20.0
+_LONGER = 3  # so many times longer a video may take
 _LENGTH = struct.Struct("<q")
 
 
@@ -128,14 +129,15 @@ def main() -> None:
     limit_memory(_MEMORY_BYTES if spec.video is None else _MEMORY_BYTES_OF_VIDEOS)
     while length := sys.stdin.buffer.read(_LENGTH.size):
         data = sys.stdin.buffer.read(_LENGTH.unpack(length)[0])
-        with killed_after(timeout_s):
-            answer = msgspec.msgpack.encode(_answer(data, spec))
+        work = msgspec.msgpack.decode(data, type=Work)
+        del data  # a video is long, and memory is limited
+        with killed_after(timeout_s if work.kind == "image" else timeout_s * _LONGER):
+            answer = msgspec.msgpack.encode(_answer(work, spec))
         answers.write(_LENGTH.pack(len(answer)) + answer)
         answers.flush()
 
 
-def _answer(data: bytes, spec: ImageSpec) -> Answer:
-    work = msgspec.msgpack.decode(data, type=Work)
+def _answer(work: Work, spec: ImageSpec) -> Answer:
     try:
         if work.kind == "image":
             return Answer(image=to_patches(decode(work.files[0]), spec))

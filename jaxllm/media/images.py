@@ -68,7 +68,10 @@ class Images:
         self._spec = spec
         self._encoder = encoder
         self._decoder = None if spec is None else DecodeProcess(spec)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "images")  # which begin when needed
+        # Videos take long, and images do not wait for them. All of these begin when needed.
+        self._videos = None if spec is None or spec.video is None else DecodeProcess(spec)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "images")
+        self._video_threads = ThreadPoolExecutor(_NUM_THREADS, "videos")
 
     def load(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
         """Return the prompt with its images decoded; raise ValidationError."""
@@ -81,7 +84,7 @@ class Images:
         if unknown := given.keys() - {"image", "video"}:
             why = "only 'image' and 'video' are supported"
             raise refused(DATA, sorted(map(str, unknown)), why)
-        if not all(isinstance(one, Loaded) for one in given.values()):
+        if not given or not all(isinstance(one, Loaded) for one in given.values()):
             given = self._decoded(given.get("image"), given.get("video"), prompt.get(UUIDS))
         others = {key: value for key, value in prompt.items() if key not in KEYS}
         return others | {DATA: given} if any(given.values()) else others
@@ -90,7 +93,7 @@ class Images:
         """Load the images and videos of several prompts, off the event loop."""
         loop = asyncio.get_running_loop()
         return [
-            await loop.run_in_executor(self._threads, self.load, prompt)
+            await loop.run_in_executor(self._threads_for(prompt), self.load, prompt)
             if has_images(prompt)
             else prompt
             for prompt in prompts
@@ -136,9 +139,16 @@ class Images:
                 raise refused("prompt_logprobs", prompt_logprobs, why)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        if self._decoder is not None:
-            self._decoder.close()
+        for threads in (self._threads, self._video_threads):
+            threads.shutdown(wait=False)
+        for decoder in (self._decoder, self._videos):
+            if decoder is not None:
+                decoder.close()
+
+    def _threads_for(self, prompt: Mapping[str, Any]) -> ThreadPoolExecutor:
+        data = prompt.get(DATA)
+        has_video = isinstance(data, Mapping) and data.get("video") is not None
+        return self._video_threads if has_video else self._threads
 
     def _check_number(self, kind: str, number: int, most: int) -> None:
         """Refuse more than are allowed, before any is looked at."""
@@ -191,9 +201,9 @@ class Images:
                     f"max_model_len={self._max_tokens}",
                 )
         for name, one in zip(_names("video", videos), videos, strict=True):
-            assert spec is not None and self._decoder is not None, "videos are allowed"
+            assert spec is not None and self._videos is not None, "videos are allowed"
             room = self._max_tokens - num_tokens
-            clip = read_video(name, one, spec, self._decoder, self._config, room)
+            clip = read_video(name, one, spec, self._videos, self._config, room)
             found["video"].append(clip)
             num_tokens += clip.num_patches // spec.patches_per_token
         return {kind: Loaded(its) for kind, its in found.items() if its}

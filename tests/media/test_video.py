@@ -283,6 +283,32 @@ def test_what_cannot_be_read_is_refused(llm, change, reason):
         answers(llm, [prompt(MARK, [ODD]) | change])
 
 
+def test_an_engine_without_videos_carries_one_frame_of_a_patch(model, llm, options):
+    """Its images are as beside videos, and their bytes half as many."""
+    still = LLM(model, **options, limit_mm_per_prompt={"video": 0})
+    try:
+        spec, of_both = still.llm_engine.info.images, llm.llm_engine.info.images
+        assert spec.video is None and 2 * spec.patch_bytes == of_both.patch_bytes
+        image = {"prompt": f"See {IMAGE_MARK}.", "multi_modal_data": {"image": picture(40, 24)}}
+        assert_equal(answers(still, [image]), answers(llm, [image]))
+        with pytest.raises(ValidationError, match="started without them"):
+            answers(still, PROMPTS[:1])
+    finally:
+        still.shutdown()
+
+
+def test_the_command_line_shows_videos(llm, alone, tmp_path):
+    from jaxllm.cli.generate import with_media
+
+    for place, frame in enumerate(LONG):
+        (tmp_path / f"{place:03}.png").write_bytes(encoded(frame))
+    shown = with_media(PROMPTS[0]["prompt"], [], [str(tmp_path)])
+    assert_equal(answers(llm, [shown]), alone[:1])
+    line: Any = {"prompt": "x", "multi_modal_data": {"video": "b"}}
+    both = with_media(line, ["i"], ["a"])
+    assert both == {"prompt": "x", "multi_modal_data": {"image": ["i"], "video": ["a", "b"]}}
+
+
 def test_no_prompt_ends_with_a_frame(model, llm):
     """Unless the model puts a mark behind each pair."""
     bare = prompt("<|vision_start|><|video_pad|>", [ODD])
