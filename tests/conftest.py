@@ -66,6 +66,7 @@ PLAINLY_COMPILED = (
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = (
     "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
+    "engine/test_sixteen_bits.py",
 )  # fmt: skip
 
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")

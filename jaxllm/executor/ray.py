@@ -29,7 +29,9 @@ class Rank:
 
     def follow(self, config: EngineConfig) -> None:
         from jaxllm.executor.multihost import start
+        from jaxllm.runner.jax_setup import set_up_jax
 
+        set_up_jax(config)
         start(config)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxllm import bundled
 from jaxllm.errors import refused
 
 
@@ -14,7 +15,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int  # at least 1
-    lora_path: str
+    lora_path: str  # or "bundled-tests", the adapter that comes with the package
     base_model_name: str | None = None
     load_inplace: bool = False  # files are always looked at again, so it changes nothing
 
@@ -26,7 +27,8 @@ class LoRARequest:
             raise refused("lora_int_id", number, "it must be an integer of at least 1")
         if not isinstance(self.lora_path, str | os.PathLike) or not os.fspath(self.lora_path):
             raise refused("lora_path", self.lora_path, "it must be the path of a directory")
-        object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        shipped = bundled.adapter_path(os.fspath(self.lora_path))
+        object.__setattr__(self, "lora_path", os.fspath(shipped or self.lora_path))
 
     @property
     def name(self) -> str:

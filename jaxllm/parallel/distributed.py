@@ -19,6 +19,7 @@ def join_hosts(parallel: ParallelConfig) -> int:
     # The service takes over SIGTERM. This process shuts down in order without it.
     jax.config.update("jax_enable_preemption_service", False)
     if not jax.distributed.is_initialized():
+        wanted = None if parallel.nnodes == "auto" else parallel.node_rank
         try:
             if parallel.nnodes == "auto":
                 jax.distributed.initialize(initialization_timeout=_JOIN_TIMEOUT_S)
@@ -34,6 +35,9 @@ def join_hosts(parallel: ParallelConfig) -> int:
                 f"nnodes={parallel.nnodes}, node_rank={parallel.node_rank}: the ranks did not meet "
                 f"at {parallel.master_addr}:{parallel.master_port}: {error}"
             ) from error
+        if wanted not in (None, jax.process_index()):
+            # The devices are ordered by JAX's numbers, and the first of them must lead.
+            raise refused("node_rank", wanted, f"JAX numbers this process {jax.process_index()}")
     if parallel.nnodes not in ("auto", jax.process_count()):
         raise refused("nnodes", parallel.nnodes, f"JAX was told of {jax.process_count()} processes")
     return jax.process_index()

@@ -99,7 +99,9 @@ def plan_draft_head(
 def _own_head(target: Architecture) -> HeadSpec:
     read = ModelRegistry.family(target.name).draft_head
     if read is None:
-        raise UnsupportedModelError(f"no checkpoint of {target.name} has layers that draft")
+        raise UnsupportedModelError(
+            f"layers that draft are not read from checkpoints of {target.name}"
+        )
     return read(target)
 
 

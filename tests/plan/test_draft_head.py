@@ -65,7 +65,9 @@ def test_a_layer_without_a_window_makes_a_group_of_its_own(tmp_path):
 
 
 def test_what_has_no_head_is_refused(model, head, tmp_path):
-    with pytest.raises(ValidationError, match="no checkpoint of LlamaForCausalLM has layers that"):
+    with pytest.raises(
+        ValidationError, match="layers that draft are not read from checkpoints of LlamaFor"
+    ):
         plan(model, "mtp")
     latents = make_tiny_checkpoint(tmp_path / "latents", "deepseek_v3")
     with pytest.raises(ValidationError, match="one of the model and the head keeps latents"):
