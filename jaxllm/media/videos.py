@@ -49,18 +49,18 @@ def _read(
     is_url = isinstance(given, NamedImage) and given.is_url
     if isinstance(given, NamedImage):
         given = given.given
-    if is_url or (isinstance(given, str) and given.startswith(_SCHEMES)):
-        return decoder.video(read_url(given, config, MAX_VIDEO_BYTES), max_tokens)
     says: Any = {}
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping | None):
         given, says = given[0], given[1] or {}
     if isinstance(given, str | os.PathLike):
-        path = Path(given)
-        if path.is_dir():
-            return _of_directory(name, path, says, spec, decoder, max_tokens)
+        is_url = is_url or (isinstance(given, str) and given.startswith(_SCHEMES))
+        if not is_url and Path(given).is_dir():
+            return _of_directory(name, Path(given), says, spec, decoder, max_tokens)
         if says:
             raise refused(name, says, "a file says itself what its frames are")
-        return decoder.video(read_file(path, MAX_VIDEO_BYTES), max_tokens)
+        if is_url:
+            return decoder.video(read_url(str(given), config, MAX_VIDEO_BYTES), max_tokens)
+        return decoder.video(read_file(given, MAX_VIDEO_BYTES), max_tokens)
     if isinstance(given, np.ndarray) and given.ndim == 4:
         if not len(given):
             raise refused(name, f"an array {given.shape}", "it has no frames")

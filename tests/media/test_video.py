@@ -271,6 +271,8 @@ def test_videos_may_be_given_in_several_ways(llm, alone, tmp_path):
         ({"multi_modal_data": {"video": "/nowhere"}}, "no such file|jaxllm.video"),
         ({"multi_modal_data": {"video": "http://example.com/x"}}, "host is not allowed"),
         ({"multi_modal_data": {"video": (ODD, {"fps": -1})}}, "from 0.001"),
+        ({"multi_modal_data": {"video": ("/nowhere.mp4", {"fps": 2})}}, "says itself"),
+        ({"multi_modal_data": {"video": ("data:video/mp4;", {"fps": 2})}}, "says itself"),
         ({"multi_modal_data": {"video": 3}}, "it must be an array of frames"),
         ({"multi_modal_uuids": {"video": ["a", "b"]}}, "string or None for each"),
         ({"prompt": f"{MARK} {MARK}"}, "once for each video"),
@@ -281,6 +283,23 @@ def test_videos_may_be_given_in_several_ways(llm, alone, tmp_path):
 def test_what_cannot_be_read_is_refused(llm, change, reason):
     with pytest.raises(ValidationError, match=reason):
         answers(llm, [prompt(MARK, [ODD]) | change])
+
+
+@pytest.mark.sweep
+def test_whole_is_as_cut_and_preempted_requests_go_on(model, llm, options):
+    """Steps that hold whole prompts, and blocks for one and a half of the requests that run."""
+    params = PARAMS.clone(max_tokens=60, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[0]]
+    assert llm.reset_prefix_cache()
+    expected = answers(llm, prompts, params)
+    changes = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 20}
+    few = LLM(model, **options | changes)
+    try:
+        found = answers(few, prompts, params)
+        assert few.llm_engine.stats().num_preemptions
+        assert_equal(found, expected)
+    finally:
+        few.shutdown()
 
 
 def test_an_engine_without_videos_carries_one_frame_of_a_patch(model, llm, options):
