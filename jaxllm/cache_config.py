@@ -71,7 +71,7 @@ class CacheConfig:
     kv_offloading_size: float | None = option(
         None,
         "GiB of each replica's host memory for KV blocks that the devices have no room for; they "
-        "come back when a request needs them.",
+        "come back when a request needs them. Over several hosts each has its part.",
     )
     kv_offloading_path: str | None = option(
         None,
@@ -104,11 +104,11 @@ class CacheConfig:
                 size,
                 "blocks are found by the hashes of prefixes; leave enable_prefix_caching on",
             )
-        if nnodes != 1:
+        if nnodes != 1 and self.kv_offloading_path is not None:
             raise refused(
-                "kv_offloading_size",
-                size,
-                "an engine on several hosts keeps its blocks on the devices; leave it out",
+                "kv_offloading_path",
+                self.kv_offloading_path,
+                "an engine on several hosts keeps blocks in their memory only; leave it out",
             )
 
     def shares_prefixes(self, info: Keeping) -> bool:

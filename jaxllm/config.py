@@ -281,7 +281,9 @@ class EngineConfig:
         self._validate_hosts()
         self.cache.check_offloading(self.parallel.nnodes)
         size, replicas = self.cache.kv_offloading_size, self.parallel.data_parallel_size
-        self.hand_over.check(size, replicas, self.liveness.engine_iteration_timeout)
+        self.hand_over.check(
+            size, replicas, self.parallel.nnodes, self.liveness.engine_iteration_timeout
+        )
         self.lora.check()
         self.media.check()
         if self.model.structured_outputs_config:

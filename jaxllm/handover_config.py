@@ -42,7 +42,11 @@ class HandOverConfig:
         return self.kv_role in ("kv_consumer", "kv_both")
 
     def check(
-        self, kv_offloading_size: float | None, num_replicas: int, iteration_timeout: float
+        self,
+        kv_offloading_size: float | None,
+        num_replicas: int,
+        nnodes: int | str,
+        iteration_timeout: float,
     ) -> None:
         """Refuse what is wrong for every model."""
         if self.kv_role is None:
@@ -56,6 +60,9 @@ class HandOverConfig:
         if num_replicas > 1:
             why = "each replica would be a peer of its own; start an engine for each"
             raise refused("data_parallel_size", num_replicas, why)
+        if nnodes != 1:
+            why = "each host has only its part of a block; leave kv_role out"
+            raise refused("nnodes", nnodes, why)
         if self.kv_secret_file is None:
             why = "whoever may take blocks must know a secret; give kv_secret_file"
             raise refused("kv_role", self.kv_role, why)

@@ -14,10 +14,12 @@ from jaxllm.executor.layout import Layout, options_of
 from jaxllm.executor.link import Invitation, PeerLink
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.wire import (
+    Arrived,
     Build,
     Failed,
     Figures,
     Hello,
+    Move,
     Ready,
     Sample,
     StepDone,
@@ -28,6 +30,7 @@ from jaxllm.executor.wire import (
 from jaxllm.logging import init_logger
 from jaxllm.parallel.distributed import broadcast
 from jaxllm.runner.model_runner import ModelRunner
+from jaxllm.scheduler.schedule import Arrival
 
 logger = init_logger(__name__)
 
@@ -76,6 +79,8 @@ class _Follower:
             elif isinstance(message, Sample):
                 self._runners[message.replica].sample(message.masks)
                 self._readers[message.replica].read(self._late.pop(message.replica))
+            elif isinstance(message, Move):
+                self._runners[message.replica].mover().send(message.moves)
             else:
                 pending = self._runners[message.replica].execute(message.schedule)
                 if message.schedule.late_rows is None:
@@ -91,6 +96,9 @@ class _Follower:
             is_first = layout.ranks[replica][0] == self._rank
             report = functools.partial(self._report, replica, is_first)
             self._readers[replica] = Reader(report)
+            if plan.offload is not None:
+                tell = functools.partial(self._tell, replica, is_first)
+                self._runners[replica].mover().follow(tell)
             infos[replica] = plan.info()
         self._link.send(encode(Ready(self._rank, infos)))
 
@@ -110,6 +118,12 @@ class _Follower:
                 num_compiles_after_warmup=runner.num_compiles_after_warmup,
             )
             self._link.send(encode(StepDone(replica, result, figures)))
+
+    def _tell(self, replica: int, is_first: bool, arrivals: list[Arrival]) -> None:
+        """Tell rank 0 what has come to this host, if it goes by that. Otherwise this rank waits for
+        it by itself before it loads."""
+        if is_first:
+            self._link.send(encode(Arrived(replica, arrivals)))
 
 
 def _text(error: BaseException) -> str:

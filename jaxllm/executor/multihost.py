@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import NoReturn, TypeVar
 
 import jax
@@ -24,11 +25,13 @@ from jaxllm.executor.layout import Layout, check_same, options_of
 from jaxllm.executor.link import LeaderLink
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.wire import (
+    Arrived,
     Build,
     Execute,
     Failed,
     Figures,
     Hello,
+    Move,
     Ready,
     Sample,
     StepDone,
@@ -43,7 +46,7 @@ from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
 from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
+from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Mover, Schedule, StepResult
 
 logger = init_logger(__name__)
 
@@ -51,6 +54,8 @@ logger = init_logger(__name__)
 _LOOK_S = 0.2
 # How long rank 0 waits, after a failed step, for another rank's reason.
 _GRACE_S = 8.0
+# How long rank 0 waits for blocks when there is nothing else to do.
+_MOMENT_S = 0.05
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
@@ -115,6 +120,7 @@ class _Inbox:
     def __init__(self, link: LeaderLink):
         self.link = link
         self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
+        self._arrived: dict[int, list[Arrival]] = {}  # by replica
 
     def await_message(self, kind: type[_Message]) -> _Message:
         """Wait for the next message, which must be of this kind."""
@@ -133,7 +139,16 @@ class _Inbox:
             self.link.check()
         if isinstance(message, StepDone):
             self._done.setdefault(message.replica, deque()).append(message)
+        if isinstance(message, Arrived):
+            self._arrived.setdefault(message.replica, []).extend(message.arrivals)
         return message
+
+    def take_arrivals(self, replica: int, wait_s: float) -> list[Arrival]:
+        """What has come to the host of a replica's first rank; wait for that if nothing has."""
+        self.take_in()
+        if wait_s and not self._arrived.get(replica):
+            self.look(wait_s)
+        return self._arrived.pop(replica, [])
 
     def take_in(self) -> None:
         """Take in all messages that have arrived; raise when a rank is lost."""
@@ -224,8 +239,20 @@ class MultiHostExecutor:
     def lay_out_adapter(self, adapter: object) -> NoReturn:
         raise AssertionError("the plan refuses adapters on several hosts")
 
-    def mover(self) -> NoReturn:
-        raise AssertionError("an engine on several hosts keeps its blocks on the devices")
+    def mover(self) -> Mover:
+        return _MoverOverHosts(self)
+
+    def move(self, moves: BlockMoves) -> None:
+        """Make moves on all ranks of the replica."""
+        self._link.send(self._others, encode(Move(self._replica, moves)))
+        if self._runner is not None:
+            self._runner.mover().send(moves)
+
+    def arrived(self, *, wait: bool) -> Iterable[Arrival]:
+        """What has come to the host of the replica's first rank."""
+        if self._runner is not None:
+            return self._runner.mover().arrived(wait=wait)
+        return self._inbox.take_arrivals(self._replica, _MOMENT_S if wait else 0.0)
 
     def check(self) -> None:
         self._inbox.take_in()
@@ -243,7 +270,8 @@ class MultiHostExecutor:
         raise AssertionError("an engine on several hosts does not sleep")
 
     def shutdown(self) -> None:
-        if self._runner is not None:
+        # The thread that copies blocks may wait for a device that waits for a lost rank.
+        if self._runner is not None and self._link.reason is None:
             self._runner.free()
         self._link.close(encode(Stop(self._link.reason or "")))
 
@@ -294,3 +322,28 @@ class _Pending:
 
     def result(self) -> StepResult:
         return self._executor.wait(self.reading)
+
+
+class _MoverOverHosts:
+    """The movers of a replica's ranks. Which content has which place is known on rank 0 alone, so
+    the others need not hear of what is forgotten: its places are filled again in order."""
+
+    num_given = 0
+
+    def __init__(self, executor: MultiHostExecutor):
+        self._executor = executor
+
+    def send(self, moves: BlockMoves) -> None:
+        self._executor.move(moves)
+
+    def arrived(self, *, wait: bool = False) -> Iterable[Arrival]:
+        return self._executor.arrived(wait=wait)
+
+    def is_stored(self, group: int, content: bytes) -> bool:
+        return False  # there are no files: see CacheConfig.check_offloading
+
+    def forget(self, group: int, content: bytes) -> None:
+        pass
+
+    def forget_all(self) -> None:
+        pass

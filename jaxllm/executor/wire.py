@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.messages import EngineInfo
-from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
+from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, StepResult
 
 # ---- from rank 0
 
@@ -30,6 +30,13 @@ class Sample(msgspec.Struct, tag=True):
 
     replica: int
     masks: LateMasks
+
+
+class Move(msgspec.Struct, tag=True):
+    """Move blocks of a replica, without a step. Otherwise moves are in a Schedule."""
+
+    replica: int
+    moves: BlockMoves
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -72,6 +79,13 @@ class StepDone(msgspec.Struct, tag=True):
     figures: Figures
 
 
+class Arrived(msgspec.Struct, tag=True):
+    """What has come to the host of the first rank of a replica that has no device on rank 0."""
+
+    replica: int
+    arrivals: list[Arrival]
+
+
 class Failed(msgspec.Struct, tag=True):
     """A rank cannot go on."""
 
@@ -79,8 +93,8 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-FromLeader = Build | Execute | Sample | Stop
-ToLeader = Hello | Ready | StepDone | Failed
+FromLeader = Build | Execute | Sample | Move | Stop
+ToLeader = Hello | Ready | StepDone | Arrived | Failed
 
 
 def encode(message: FromLeader | ToLeader) -> bytes:

@@ -4,6 +4,9 @@ The engine's thread dispatches; a thread of the mover waits for the devices, cop
 read to its place, and reads files. It does one thing after the other, in the order in which moves
 were sent, so a place that passes on to another content is written last for that. What comes from
 other engines comes when it does, and is written only if its place is still waiting for it.
+
+Over several hosts each rank has a mover for its devices' parts of the blocks. All make the same
+moves in the same order, and one of them says what has arrived.
 """
 
 import contextlib
@@ -23,6 +26,8 @@ from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
 from jaxllm.offload.block_files import BlockFiles
 from jaxllm.offload.buffers import Buffer, blocks_per_call
+from jaxllm.offload.filling import Filling
+from jaxllm.offload.host_blocks import HostBlocks
 from jaxllm.offload.inventory import Inventory
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.stage import Stage
@@ -58,12 +63,11 @@ class _Pool:
 
     blocks_per_call: int
     stages: list[tuple[Stage, tuple[Buffer, ...]]]  # those with caches of the group
-    # By stage and buffer: [places, caches, ...]. Memory is taken as places are written.
-    arrays: list[list[np.ndarray]]
+    blocks: list[list[HostBlocks]]  # by stage and buffer
 
     def parts(self, place: int) -> list[np.ndarray]:
         """The arrays of the block at a place."""
-        return [array[place] for its in self.arrays for array in its]
+        return [one.array[place] for its in self.blocks for one in its]
 
 
 @dataclass(slots=True)
@@ -83,6 +87,11 @@ class _Work:
     moves: BlockMoves
     copies: list[_Copy] = field(default_factory=list)
 
+    def places(self) -> list[tuple[int, int]]:
+        """The groups and places that it fills."""
+        stored = [(group, place) for group, _, place in self.moves.stores.tolist()]
+        return stored + [(group, place) for group, place, _ in self.moves.reads]
+
 
 class BlockMover:
     """The host's memory for blocks, and the thread that fills it."""
@@ -100,12 +109,16 @@ class BlockMover:
         self._others = others
         self._inventory = Inventory()
         self.num_given = 0
+        self._num_places = offload.places
         self._pools = [
             _make_pool(stages, group, num_places, blocks_per_call(plan, group))
             for group, num_places in enumerate(offload.places)
         ]
         self._work: queue.SimpleQueue[_Work | Callable[[], None] | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
+        self._tell: Callable[[list[Arrival]], None] = self._arrivals.put
+        self._filling = Filling()
+        self._most_ahead: int | None = None  # places to be filled when more is sent
         # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
         self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._num_pending = 0  # sent, and not taken as arrivals
@@ -117,6 +130,9 @@ class BlockMover:
         work = _Work(moves)
         self._num_pending += 1 + len(moves.takes)
         try:
+            if self._most_ahead is not None:
+                self._filling.await_at_most(self._most_ahead)
+            self._filling.await_places([(group, its) for group, _, its in moves.loads.tolist()])
             loads = [
                 (group, blocks, self._take(group, places))
                 for _, group, blocks, places in self._calls(moves.loads)
@@ -126,7 +142,15 @@ class BlockMover:
                 for stage, its in zip(self._stages(group), data, strict=True):
                     stage.write_blocks(group, self._padded(group, blocks), its)
         finally:
+            self._filling.begin(work.places(), [take[:2] for take in moves.takes])
             self._work.put(work)  # also what was not dispatched is to be told
+
+    def follow(self, tell: Callable[[list[Arrival]], None]) -> None:
+        """Make the moves that another process plans. Its `send` waits for places that are not
+        filled yet, or if too many are not. Arrivals are told from the mover's thread."""
+        self._tell = tell
+        # As many as a pool lets come at once.
+        self._most_ahead = sum(self._num_places) // 4
 
     def arrived(self, *, wait: bool = False) -> Iterator[Arrival]:
         """Return what has come to the host since the last call; with `wait`, wait a moment for
@@ -196,13 +220,7 @@ class BlockMover:
     def _take(self, group: int, places: list[int]) -> list[list[Any]]:
         """Copy blocks from their places, for each stage."""
         pool, padded = self._pools[group], self._padded(group, places)
-        return [
-            [
-                jax.device_put(array[padded], buffer.shape.sharding)
-                for array, buffer in zip(arrays, buffers, strict=True)
-            ]
-            for arrays, (_, buffers) in zip(pool.arrays, pool.stages, strict=True)
-        ]
+        return [[one.take(padded) for one in its] for its in pool.blocks]
 
     def _calls(self, moves: np.ndarray) -> Iterator[tuple[list[int], int, list[int], list[int]]]:
         """The calls of a program that make moves: their indices, the group, device blocks, and
@@ -230,7 +248,7 @@ class BlockMover:
                 break
             if isinstance(work, _Work):
                 self._note_places(work.moves)
-                self._arrivals.put(self._copies(work) + self._reads(work.moves))
+                self._tell(self._arrivals_of(work))
                 self._ask_others(work.moves)
             else:
                 work()
@@ -288,7 +306,7 @@ class BlockMover:
             for part, its in zip(parts, given, strict=True):
                 part.reshape(-1).view(np.uint8)[:] = np.frombuffer(its, np.uint8)
             self._inventory.put(group, place, number, content)
-        self._arrivals.put([Arrival(number, group, content, ok, is_of_others=True)])
+        self._tell([Arrival(number, group, content, ok, is_of_others=True)])
 
     def _copy_of(self, group: int, content: bytes) -> list[bytes] | None:
         place = self._inventory.find(group, content)
@@ -296,6 +314,22 @@ class BlockMover:
             return None
         self.num_given += 1
         return [part.tobytes() for part in self._pools[group].parts(place)]
+
+    def _arrivals_of(self, work: _Work) -> list[Arrival]:
+        """Fill the places of a call of `send`."""
+        arrivals = self._copies(work) + self._reads(work.moves)
+        failed = {(its.group, its.content) for its in arrivals if not its.ok}
+        places = work.places()
+        contents = work.moves.contents + [content for _, _, content in work.moves.reads]
+        self._filling.end(
+            len(places),
+            [
+                place
+                for place, content in zip(places, contents, strict=True)
+                if (place[0], content) in failed
+            ],
+        )
+        return arrivals
 
     def _copies(self, work: _Work) -> list[Arrival]:
         """Wait for the devices, and copy what they have read."""
@@ -322,15 +356,9 @@ class BlockMover:
         return arrivals
 
     def _fill(self, copy: _Copy) -> None:
-        pool = self._pools[copy.group]
-        for arrays, its in zip(pool.arrays, copy.arrays, strict=True):
-            for array, buffer in zip(arrays, its, strict=True):
-                for shard in buffer.addressable_shards:
-                    if shard.replica_id:
-                        continue
-                    data, part = np.asarray(shard.data), shard.index[1:]
-                    for index, place in enumerate(copy.places):
-                        array[place][part] = data[index]
+        for blocks, buffers in zip(self._pools[copy.group].blocks, copy.arrays, strict=True):
+            for its, buffer in zip(blocks, buffers, strict=True):
+                its.fill(copy.places, buffer)
 
     def _reads(self, moves: BlockMoves) -> list[Arrival]:
         arrivals = []
@@ -345,11 +373,5 @@ class BlockMover:
 
 def _make_pool(stages: Sequence[Stage], group: int, num_places: int, blocks_per_call: int) -> _Pool:
     its = [(stage, buffers) for stage in stages if (buffers := stage.block_buffers(group))]
-    return _Pool(
-        blocks_per_call,
-        its,
-        [
-            [np.empty((num_places, *buffer.shape.shape[1:]), buffer.shape.dtype) for buffer in its]
-            for _, its in its
-        ],
-    )
+    blocks = [[HostBlocks(num_places, one.shape) for one in buffers] for _, buffers in its]
+    return _Pool(blocks_per_call, its, blocks)

@@ -79,7 +79,16 @@ class Ranks:
     """Processes that run an engine together; none outlives the test."""
 
     def __init__(
-        self, options, requests, *, nnodes, devices=1, then="", differing=None, env_of=None
+        self,
+        options,
+        requests,
+        *,
+        nnodes,
+        devices=1,
+        then="",
+        differing=None,
+        env_of=None,
+        script=SCRIPT,
     ):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -96,7 +105,7 @@ class Ranks:
                 env |= env_of(rank)
                 its = options | {"nnodes": "auto"}
             its |= (differing or {}) if rank else {}
-            command = [sys.executable, "-c", SCRIPT, json.dumps(its), json.dumps(requests), then]
+            command = [sys.executable, "-c", script, json.dumps(its), json.dumps(requests), then]
             self.processes.append(
                 subprocess.Popen(
                     command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

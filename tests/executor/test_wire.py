@@ -1,8 +1,10 @@
 import numpy as np
 
 from jaxllm.executor.wire import (
+    Arrived,
     Execute,
     Figures,
+    Move,
     Sample,
     StepDone,
     decode_from_leader,
@@ -12,6 +14,8 @@ from jaxllm.executor.wire import (
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import (
     Admission,
+    Arrival,
+    BlockMoves,
     DraftedResult,
     LateMasks,
     LogprobArrays,
@@ -93,3 +97,20 @@ def test_a_result_travels_whole():
     message = decode_to_leader(encode(StepDone(1, result, Figures(num_token_rows=5))))
     assert isinstance(message, StepDone) and message.figures == Figures(num_token_rows=5)
     assert_same(result, message.result)
+
+
+def test_moves_and_arrivals_travel_whole():
+    stores = np.array([[0, 4, 1], [1, 2, 0]], np.int32)
+    moves = BlockMoves(
+        number=3,
+        stores=stores,
+        contents=[b"\0one", b"two"],
+        loads=stores[:0],
+        reads=[(0, 2, b"three")],
+    )
+    message = decode_from_leader(encode(Move(2, moves)))
+    assert isinstance(message, Move) and message.replica == 2
+    for name in BlockMoves.__slots__:
+        assert_same(getattr(moves, name), getattr(message.moves, name))
+    arrivals = [Arrival(3, 1, b"two", True), Arrival(3, 0, b"\0one", False)]
+    assert decode_to_leader(encode(Arrived(1, arrivals))) == Arrived(1, arrivals)
