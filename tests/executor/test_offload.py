@@ -103,7 +103,8 @@ def test_preemption_changes_no_bit(devices, tensor, data, late, tmp_path):
         found, stats = said[name]
         assert found == expected, name
         assert stats["num_preemptions"] > 0 and stats["host_blocks_loaded"] > 2, (name, stats)
-        assert (stats["external_cache_hits"] > 0) == (name == "again"), (name, stats)
+        if data == 1:  # else a prompt may go to the replica that has not seen it
+            assert (stats["external_cache_hits"] > 0) == (name == "again"), (name, stats)
         assert not stats["host_blocks_dropped"], (name, stats)
     assert len(said["aborted"]) >= 2
     for index, answer in said["aborted"].items():

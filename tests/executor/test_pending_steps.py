@@ -11,16 +11,18 @@ from jaxllm.errors import EngineDeadError
 from jaxllm.executor.link import LeaderLink, PeerLink
 from jaxllm.executor.multihost import MultiHostExecutor, _Inbox
 from jaxllm.executor.wire import (
+    Arrived,
     Execute,
     Failed,
     Figures,
+    Move,
     Sample,
     StepDone,
     Stop,
     decode_from_leader,
     encode,
 )
-from jaxllm.scheduler.schedule import LateMasks, Schedule, StepResult
+from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, StepResult
 from tests.stand_in import INFO, TOKEN, StandIn
 
 ONE = np.ones(1, np.int32)
@@ -133,3 +135,19 @@ def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and
     assert becomes_ready(steps[1])
     assert not steps[0].is_ready()
     assert steps[1].result().token_ids.tolist() == [1]
+
+
+def test_a_rank_that_runs_alone_says_what_has_arrived(peer_and_inbox):
+    peer, inbox = peer_and_inbox
+    mover = MultiHostExecutor(inbox, 0, [1], INFO, None).mover()
+    none = np.zeros((0, 3), np.int32)
+    mover.send(BlockMoves(number=3, stores=none, contents=[], loads=none, reads=[]))
+    message = decode_from_leader(peer.receive())
+    assert isinstance(message, Move) and message.moves.number == 3
+    assert not list(mover.arrived())
+    arrival = Arrival(3, 0, b"content", True)
+    peer.send(encode(Arrived(0, [arrival])))
+    until, found = time.monotonic() + 60, []
+    while not found and time.monotonic() < until:
+        found = list(mover.arrived(wait=True))
+    assert found == [arrival]
