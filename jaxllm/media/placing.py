@@ -12,6 +12,9 @@ from jaxllm.plural import counted
 
 DATA = "multi_modal_data"
 _AN = {"image": "an image", "video": "a video"}
+# The most positions that the videos of a prompt may take where positions tell the time: far from
+# where float32 has no whole numbers any more, beside those of any text.
+MAX_POSITIONS_IN_TIME = 1 << 23
 
 
 class Encoder(Protocol):
@@ -41,6 +44,7 @@ def place(
     images, videos = iter(media.images), iter(media.videos)
     expanded: list[int] = []
     items: list[ImageItem] = []
+    num_positions = 0
     left = iter(range(len(token_ids)))
     for index in left:
         token = token_ids[index]
@@ -62,6 +66,14 @@ def place(
             for tokens, item in _of_video(next(videos), len(expanded), spec, video, encoder):
                 expanded += tokens
                 items.append(item)
+            num_positions += items[-1].time
+            if num_positions > MAX_POSITIONS_IN_TIME:
+                raise refused(
+                    DATA,
+                    counted(len(media.videos), "video"),
+                    f"they last so long that they take more than {MAX_POSITIONS_IN_TIME} "
+                    f"positions, {video.positions_per_second} a second; say a higher fps",
+                )
         else:
             expanded.append(token)
     if expanded[-1] in spec.token_ids:

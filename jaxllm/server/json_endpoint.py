@@ -29,10 +29,14 @@ class JSONEndpoint:
                 body = await read_body(scope, receive, service.body_limits, admit)
                 decode = partial(decode_json, body, service.options.max_json_depth)
                 value = await service.engine.in_tokenizer_thread(decode, len(body))
-                answer = partial(self._answer_to, service, value)
-                response = json_response(await service.in_text_thread(value, answer, len(body)))
+                response = json_response(await self._answer(value, len(body)))
         except Disconnected:
             return
         except Exception as error:
             response = error_response(error, self._wire)
         await respond(response, scope, receive, send, service.options.client_timeout)
+
+    async def _answer(self, value: object, size: int) -> object:
+        """The answer to a body of so many bytes."""
+        answer = partial(self._answer_to, self._service, value)
+        return await self._service.in_text_thread(value, answer, size)

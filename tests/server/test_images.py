@@ -1,11 +1,13 @@
 """Images over HTTP, asked for by OpenAI's own client: the answers of the same engine offline."""
 
 import base64
+import threading
 
 import openai
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.media.decode_process import DecodeProcess
 from tests.media.models import OPTIONS, encoded, make_model, picture
 
 pytest.importorskip("PIL")
@@ -215,3 +217,19 @@ def test_a_tool_shows_an_image(both):
             model="tiny", max_tokens=6, messages=messages, extra_body={"temperature": 0}
         )
     assert message.content[0].text == text
+
+
+def test_a_rendered_image_is_decoded_where_it_delays_no_text(both, monkeypatch):
+    _, client, _ = both
+    decode, threads = DecodeProcess.patches, []
+
+    def patches(self, data):
+        threads.append(threading.current_thread().name)
+        return decode(self, data)
+
+    monkeypatch.setattr(DecodeProcess, "patches", patches)
+    body = {"model": "tiny", "messages": [message(url(encoded(LARGE)))], "max_tokens": 1}
+    rendered = client.post("/chat/completions/render", body=body, cast_to=object)
+    answer = client.chat.completions.create(**body)
+    assert len(rendered["token_ids"]) == answer.usage.prompt_tokens
+    assert len(threads) == 2 and all(name.startswith("images") for name in threads)
