@@ -117,9 +117,9 @@ def to_clip(
     num_tokens = pairs * height * width // spec.side**2
     if num_tokens >= max_tokens:
         raise UndecodableError(
-            f"its {number} frames would have {num_tokens} tokens, of which a prompt may have "
-            f"fewer than {max_tokens}; give fewer or smaller frames, or make them so by "
-            "mm_processor_kwargs"
+            f"its {number} frames would have {num_tokens} tokens, of which the prompt has room for "
+            f"fewer than {max_tokens} (max_model_len without its other images and videos); give "
+            "fewer or smaller frames, or make them so by mm_processor_kwargs"
         )
     found: list[bytes] = []
     patches = Patches(0, 0, b"")

@@ -132,22 +132,28 @@ def main() -> None:
         work = msgspec.msgpack.decode(data, type=Work)
         del data  # a video is long, and memory is limited
         with killed_after(timeout_s if work.kind == "image" else timeout_s * _LONGER):
-            answer = msgspec.msgpack.encode(_answer(work, spec))
-        answers.write(_LENGTH.pack(len(answer)) + answer)
+            answer = _answer(work, spec)
+        answers.write(_LENGTH.pack(len(answer)))
+        answers.write(answer)
         answers.flush()
 
 
-def _answer(work: Work, spec: ImageSpec) -> Answer:
+def _answer(work: Work, spec: ImageSpec) -> bytes:
     try:
-        if work.kind == "image":
-            return Answer(image=to_patches(decode(work.files[0]), spec))
-        if work.kind == "video":
-            return Answer(clip=decode_video(work.files[0], spec, work.max_tokens))
-        return Answer(clip=_of_frames(work, spec))
+        return msgspec.msgpack.encode(_decoded(work, spec))
     except UndecodableError as error:
-        return Answer(error=str(error))
+        answer = Answer(error=str(error))
     except MemoryError:
-        return Answer(error="to decode it takes too much memory")
+        answer = Answer(error="to decode it takes too much memory")
+    return msgspec.msgpack.encode(answer)
+
+
+def _decoded(work: Work, spec: ImageSpec) -> Answer:
+    if work.kind == "image":
+        return Answer(image=to_patches(decode(work.files[0]), spec))
+    if work.kind == "video":
+        return Answer(clip=decode_video(work.files[0], spec, work.max_tokens))
+    return Answer(clip=_of_frames(work, spec))
 
 
 def _of_frames(work: Work, spec: ImageSpec) -> Clip:

@@ -42,12 +42,18 @@ def decode_video(data: bytes, spec: ImageSpec, max_tokens: int) -> Clip:
     """Decode the frames of a file that the model sees; raise UndecodableError."""
     library, kind = pyav(), _kind(data)
     try:
-        with library.open(io.BytesIO(data), format=kind) as container:
+        with library.open(
+            io.BytesIO(data), format=kind, metadata_errors="ignore", io_open=_open_nothing
+        ) as container:
             return _clip(container, spec, max_tokens)
     except (UndecodableError, MemoryError):
         raise
     except Exception:  # libraries raise anything
         raise UndecodableError(_DAMAGED) from None
+
+
+def _open_nothing(*args: Any) -> Any:
+    raise UndecodableError("it names other files")
 
 
 def _kind(data: bytes) -> str:
@@ -66,6 +72,8 @@ def _clip(container: Any, spec: ImageSpec, max_tokens: int) -> Clip:
     if not container.streams.video:
         raise UndecodableError("there is no video in the file")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise UndecodableError("there is no decoder for its frames")
     width, height = stream.codec_context.width, stream.codec_context.height
     if not width or not height:
         raise UndecodableError(_DAMAGED)
@@ -73,7 +81,7 @@ def _clip(container: Any, spec: ImageSpec, max_tokens: int) -> Clip:
         raise UndecodableError(
             f"its frames have {width} x {height} pixels; at most {MAX_FRAME_PIXELS} are allowed"
         )
-    total = stream.frames or _count(container, stream)
+    total = stream.frames if stream.frames > MAX_FRAMES_OF_FILE else _count(container, stream)
     if not 0 < total <= MAX_FRAMES_OF_FILE:
         raise UndecodableError(
             f"it has {total} frames; from 1 to {MAX_FRAMES_OF_FILE} are allowed in a file"
@@ -99,14 +107,18 @@ def _clip(container: Any, spec: ImageSpec, max_tokens: int) -> Clip:
 
 
 def _count(container: Any, stream: Any) -> int:
-    """The frames of a file that does not tell their number: one is in each packet."""
-    number = 0
+    """The frames that are shown: one of each packet, but for those that a cut has hidden, which are
+    still in the file."""
+    packets = shown = 0
     for packet in container.demux(stream):
-        number += packet.size > 0
-        if number > MAX_FRAMES_OF_FILE:
-            break
+        packets += packet.size > 0
+        shown += packet.size > 0 and not packet.is_discard
+        if packets > MAX_FRAMES_OF_FILE:
+            return packets
+    if packets < stream.frames:
+        raise UndecodableError(_DAMAGED)
     container.seek(0)
-    return number
+    return shown
 
 
 def _frames(container: Any, stream: Any, chosen: Sequence[int]) -> Iterator["Image"]:

@@ -3,6 +3,7 @@
 Frames are seen in pairs, each as an image is. Where their number is odd, the last one is doubled.
 """
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,31 +100,37 @@ def read_metadata(name: str, given: object, num_frames: int, spec: VideoSpec) ->
         raise refused(name, given, "what goes with frames must be a dict, such as {'fps': 2.0}")
     if unknown := given.keys() - set(_NAMES):
         raise refused(name, sorted(map(str, unknown)), f"only {', '.join(_NAMES)} are known")
-    indices = given.get("frames_indices")
     samples = given.get("do_sample_frames")
-    if samples not in (None, True, False):
+    if not isinstance(samples, bool | None):
         raise refused(f"{name}.do_sample_frames", samples, "it must be true or false")
-    if indices is None or samples:
-        indices = list(range(num_frames))
-    else:
-        indices = _indices(f"{name}.frames_indices", indices, num_frames)
-    total = given.get("total_num_frames")
-    if total is None or samples:
-        total = num_frames if given.get("frames_indices") is None else indices[-1] + 1
-    if isinstance(total, bool) or not isinstance(total, int) or not indices[-1] < total < 1 << 40:
+    for beside in ("frames_indices", "total_num_frames"):
+        if samples and given.get(beside) is not None:
+            why = "with do_sample_frames the frames are all of the video's; leave it out"
+            raise refused(f"{name}.{beside}", given[beside], why)
+    indices = list(range(num_frames))
+    if (those := given.get("frames_indices")) is not None:
+        indices = _indices(f"{name}.frames_indices", those, num_frames)
+    total: Any = given.get("total_num_frames")
+    total = indices[-1] + 1 if total is None else total
+    if not _is(numbers.Integral, total) or not indices[-1] < total < 1 << 40:
         raise refused(f"{name}.total_num_frames", total, "it must be a number above the indices")
     fps: Any = given.get("fps")
     fps = spec.fps if fps is None else fps
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1e-3 <= fps <= 1e4:
+    if not _is(numbers.Real, fps) or not 1e-3 <= fps <= 1e4:
         raise refused(f"{name}.fps", fps, "it must be a number from 0.001 to 10000")
-    return Metadata(total, float(fps), indices, samples is True)
+    return Metadata(int(total), float(fps), indices, samples is True)
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether a value is such a number, of Python or of numpy."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _indices(name: str, given: object, number: int) -> list[int]:
     if isinstance(given, np.ndarray):
         given = given.tolist()
     if isinstance(given, list | tuple) and len(given) == number:
-        found = [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+        found = [int(one) for one in given if _is(numbers.Integral, one)]
         if len(found) == number and found == sorted(found) and 0 <= found[0] <= found[-1] < 1 << 31:
             return found
     raise refused(name, given, f"it must be a list of {number} ascending numbers, one a frame")

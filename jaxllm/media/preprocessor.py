@@ -6,9 +6,18 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.files import read_json
+from jaxllm.logging import init_logger
 from jaxllm.media.item import ImageSpec
-from jaxllm.media.processors.files import FILE, VIDEO_FILE, Files, Wanted
+from jaxllm.media.processors.files import (
+    FILE,
+    VIDEO_FILE,
+    Files,
+    UnsupportedVideosError,
+    Wanted,
+)
 from jaxllm.media.processors.registry import PROCESSORS
+
+logger = init_logger(__name__)
 
 _MAX_TOKENIZER_BYTES = 1 << 28
 
@@ -20,12 +29,26 @@ def read_image_spec(
     changes: Mapping[str, Any],
     max_images: int,
     max_videos: int = 0,
+    wants_videos: bool = False,
 ) -> ImageSpec | None:
     """Read how images are made for such a tower; None: the files do not say it.
 
     Args:
       changes: the user's mm_processor_kwargs.
+      wants_videos: whether videos must be supported. Otherwise there are none if they are not.
     """
+    try:
+        return _read(model_dir, wanted, changes, max_images, max_videos)
+    except UnsupportedVideosError as error:
+        if wants_videos:
+            raise
+        logger.warning("there are no videos in prompts: %s", error)
+        return _read(model_dir, wanted, changes, max_images, 0)
+
+
+def _read(
+    model_dir: Path, wanted: Wanted, changes: Mapping[str, Any], max_images: int, max_videos: int
+) -> ImageSpec | None:
     processor = _read_optional(model_dir / "processor_config.json")
     fields = _read_optional(model_dir / FILE) or dict(processor.get("image_processor") or {})
     tokenizer = model_dir / "tokenizer.json"
@@ -41,7 +64,7 @@ def read_image_spec(
         if fields.get(name, True) is not True:
             raise UnsupportedModelError(f"{FILE}: {name}={shown(fields[name])} is not supported")
     made_by = PROCESSORS[wanted.processor]
-    video = _read_optional(model_dir / VIDEO_FILE) or processor.get("video_processor") or fields
+    video = processor.get("video_processor") or _read_optional(model_dir / VIDEO_FILE) or fields
     files = Files(
         fields, processor, _token_ids(tokenizer), wanted, changes, dict(video), max_videos
     )
@@ -71,9 +94,8 @@ def _check_pixels_of_video(files: Files, spec: ImageSpec) -> None:
     scale = _number(files.video, "rescale_factor", spec.scale)
     resample = _filter(files.video.get("resample", spec.resample))
     if (mean, std, scale, resample) != (spec.mean, spec.std, spec.scale, spec.resample):
-        raise UnsupportedModelError(
-            f"{VIDEO_FILE}: videos are resized or normalised otherwise than images, which is not "
-            """supported; start with limit_mm_per_prompt={"video": 0}"""
+        raise UnsupportedVideosError(
+            "videos are resized or normalised otherwise than images, which is not supported"
         )
 
 

@@ -54,7 +54,7 @@ def _read(
         given, says = given[0], given[1] or {}
     if isinstance(given, str | os.PathLike):
         is_url = is_url or (isinstance(given, str) and given.startswith(_SCHEMES))
-        if not is_url and Path(given).is_dir():
+        if not is_url and _is_directory(given):
             return _of_directory(name, Path(given), says, spec, decoder, max_tokens)
         if says:
             raise refused(name, says, "a file says itself what its frames are")
@@ -73,6 +73,13 @@ def _read(
         "it must be an array of frames, rows, columns and channels, a list of images, a directory "
         "of them, the path of a file or a URL",
     )
+
+
+def _is_directory(given: str | os.PathLike[str]) -> bool:
+    try:
+        return Path(given).is_dir()
+    except OSError:  # it is too long, or forbidden
+        return False
 
 
 def _of_frames(

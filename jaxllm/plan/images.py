@@ -60,6 +60,7 @@ def with_images(
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,
         max_videos=config.media.max_videos,
+        wants_videos=config.media.wants_videos,
     )
     if spec is None:
         logger.warning(

@@ -78,21 +78,26 @@ FEW = {
 }
 
 
+WHOLE = SHARDED_MODEL | {"use_sliding_window": False}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "tensor", "data", "late"),
+    ("model", "devices", "tensor", "data", "late"),
     [
-        (1, 2, 1, "1"),
-        pytest.param(1, 2, 1, "0", marks=pytest.mark.sweep),
+        (WHOLE, 1, 2, 1, "1"),
+        pytest.param(WHOLE, 1, 2, 1, "0", marks=pytest.mark.sweep),
         # Each kv head is on two devices, of one host.
-        pytest.param(2, 4, 1, "1", marks=pytest.mark.sweep),
+        pytest.param(WHOLE, 2, 4, 1, "1", marks=pytest.mark.sweep),
         # A replica of which rank 0 has nothing.
-        pytest.param(1, 1, 2, "1", marks=pytest.mark.sweep),
+        pytest.param(WHOLE, 1, 1, 2, "1", marks=pytest.mark.sweep),
+        # Two groups of blocks.
+        pytest.param(SHARDED_MODEL, 1, 2, 1, "1", marks=pytest.mark.sweep),
     ],
 )
-def test_preemption_changes_no_bit(devices, tensor, data, late, tmp_path):
-    model = make_tiny_checkpoint(tmp_path, **SHARDED_MODEL | {"use_sliding_window": False})
-    options = OVER_HOSTS | FEW | {"model": str(model)}
+def test_preemption_changes_no_bit(model, devices, tensor, data, late, tmp_path):
+    path = make_tiny_checkpoint(tmp_path, **model)
+    options = OVER_HOSTS | FEW | {"model": str(path)}
     options |= {"tensor_parallel_size": tensor, "data_parallel_size": data}
     with Ranks(options, PROMPTS, nnodes=2, devices=devices, then=late, script=SCRIPT) as ranks:
         (status, lines, err), other = ranks.ends()
@@ -109,3 +114,13 @@ def test_preemption_changes_no_bit(devices, tensor, data, late, tmp_path):
     assert len(said["aborted"]) >= 2
     for index, answer in said["aborted"].items():
         assert answer == expected[int(index)]
+
+
+@pytest.mark.sweep
+def test_states_are_refused_by_name(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, family="qwen3_next", num_key_value_heads=2)
+    options = OVER_HOSTS | FEW | {"model": str(path), "tensor_parallel_size": 2}
+    options |= {"mamba_block_size": 16, "num_state_snapshots": 8}
+    with Ranks(options, PROMPTS, nnodes=2, then="", script=SCRIPT) as ranks:
+        (status, _, err), _ = ranks.ends()
+    assert status and "kv_offloading_size=0.004: it was not shown for states" in err

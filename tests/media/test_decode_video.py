@@ -16,6 +16,8 @@ from jaxllm.media.decode_process import DecodeProcess
 from jaxllm.media.decode_video import MAX_FRAME_PIXELS
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import Area, UndecodableError
+from jaxllm.media.videos import read_video
+from jaxllm.media_config import MediaConfig
 from tests.media.models import OPTIONS, encoded, make_qwen3, picture
 from tests.media.test_frames import IN_POSITIONS, IN_WORDS
 
@@ -30,7 +32,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def video_file(kind="mp4", number=20, height=32, width=48, fps=10, turned=0):
+def video_file(kind="mp4", number=20, height=32, width=48, fps=10, turned=0, title=None):
     """A file of grey frames, the first of 0 and each next one lighter by 10, with a bright corner
     above on the left."""
     av = pytest.importorskip("av")
@@ -39,6 +41,8 @@ def video_file(kind="mp4", number=20, height=32, width=48, fps=10, turned=0):
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if title is not None:
+            output.metadata["title"] = title
         if turned:
             stream.set_display_rotation(turned)
         for index in range(number):
@@ -185,3 +189,35 @@ def test_prompts_and_chats_have_files(tmp_path):
 def test_a_spec_travels_to_the_process():
     for spec in (SPEC, msgspec.structs.replace(SPEC, video=IN_WORDS)):
         assert msgspec.json.decode(msgspec.json.encode(spec), type=ImageSpec) == spec
+
+
+def test_frames_that_a_cut_has_hidden_are_not_seen(process):
+    """A cut that encodes nothing anew begins at an earlier frame, and hides what is before it."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(io.BytesIO(video_file("h264"))) as given, av.open(file, "w", format="mp4") as cut:
+        stream = given.streams.video[0]
+        its = cut.add_stream_from_template(stream)
+        for packet in given.demux(stream):
+            if packet.dts is not None:
+                moved = 5 * packet.duration  # the first ones are before the beginning
+                packet.pts, packet.dts, packet.stream = packet.pts - moved, packet.dts - moved, its
+                cut.mux(packet)
+    with av.open(io.BytesIO(file.getvalue())) as found:
+        assert found.streams.video[0].frames == 20
+        assert len(list(found.decode(video=0))) < 20, "nothing is hidden"
+    clip = process.video(file.getvalue(), 1000)
+    assert len(clip.pairs) == 2 and light_of(clip)[0] > 30
+
+
+def test_a_title_in_another_encoding_does_no_harm(process):
+    title = "caf\xe9".encode()
+    data = video_file("avi", title="caf\xe9")
+    assert title in data
+    clip = process.video(data.replace(title, b"caf\xe9\x20"), 1000)
+    assert len(clip.pairs) == 2
+
+
+def test_a_path_that_is_too_long_is_no_directory(process):
+    with pytest.raises(ValidationError, match="no such file"):
+        read_video("video", "a" * 5000, SPEC, process, MediaConfig(), 100)

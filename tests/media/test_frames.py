@@ -144,6 +144,8 @@ def test_frames_say_what_they_are():
     assert known == (3, 2.0, [0, 1, 2], False)
     given = {"fps": 30, "frames_indices": np.array([0, 30, 60]), "total_num_frames": 90}
     assert read_metadata("video", given, 3, IN_WORDS) == (90, 30.0, [0, 30, 60], False)
+    given = given | {"total_num_frames": np.int64(90), "fps": np.float32(30)}
+    assert read_metadata("video", given, 3, IN_WORDS) == (90, 30.0, [0, 30, 60], False)
     del given["total_num_frames"]
     assert read_metadata("video", given, 3, IN_WORDS).total == 61
 
@@ -153,7 +155,9 @@ def test_frames_say_what_they_are():
     [
         {"fps": 0}, {"fps": "2"}, {"fps": True}, {"frames_indices": [0, 1]},
         {"frames_indices": [2, 1, 0]}, {"frames_indices": [0, 1, -1]}, {"do_sample_frames": 1.5},
-        {"total_num_frames": 2}, {"speed": 2}, [2.0],
+        {"total_num_frames": 2}, {"speed": 2}, [2.0], {"do_sample_frames": 1},
+        {"do_sample_frames": np.array([1, 0])}, {"do_sample_frames": True, "total_num_frames": 3},
+        {"do_sample_frames": True, "frames_indices": [0, 1, 2]},
     ],
 )  # fmt: skip
 def test_malformed_words_of_frames_are_refused(given):
@@ -166,7 +170,7 @@ def model(tmp_path_factory):
     return make_qwen3(tmp_path_factory.mktemp("qwen"))
 
 
-def read(model, path, *, kwargs=(), file=None, max_videos=8):
+def read(model, path, *, kwargs=(), file=None, max_videos=8, wants=True):
     """How videos are made, with such a file of their processor."""
     tokens = VideoWanted(6, 4, 5, None)
     wanted = Wanted("Qwen2VLImageProcessor", 4, 2, 3, video=tokens)
@@ -176,7 +180,9 @@ def read(model, path, *, kwargs=(), file=None, max_videos=8):
         its = read_json(model / "preprocessor_config.json") | file
         (path / "video_preprocessor_config.json").write_text(json.dumps(its))
     changes = dict(kwargs)
-    spec = read_image_spec(path, wanted, changes=changes, max_images=1, max_videos=max_videos)
+    spec = read_image_spec(
+        path, wanted, changes=changes, max_images=1, max_videos=max_videos, wants_videos=wants
+    )
     assert spec is not None
     return spec.video
 
@@ -205,6 +211,9 @@ def test_files_say_how_videos_are_made(model, tmp_path):
         ({"fps": 1, "num_frames": 4}, {}, "num_frames says otherwise"),
         ({"num_frames": 769}, {}, "from 1 to 768"),
         ({"max_frames": 0}, {}, "from 1 to 768"),
+        ({"num_frames": 9, "max_frames": 8}, {}, "max_frames is 8"),
+        ({"min_frames": 9}, {"max_frames": 8}, "max_frames is 8"),
+        ({}, {"max_frames": 769}, 'max_frames=769 .*"video": 0'),
         ({"videos_kwargs": {"crop": 1}}, {}, "it may have"),
         ({"videos_kwargs": {"max_pixels": 10_000}}, {}, "at most 4096"),
         ({"fps": 1, "crop": 1}, {}, "may be changed"),
@@ -217,3 +226,10 @@ def test_files_say_how_videos_are_made(model, tmp_path):
 def test_what_videos_cannot_have_is_refused(model, tmp_path, kwargs, file, reason):
     with pytest.raises((ValidationError, UnsupportedModelError), match=reason):
         read(model, tmp_path, kwargs=kwargs, file=file)
+
+
+def test_without_videos_that_are_supported_images_are(model, tmp_path, caplog):
+    assert read(model, tmp_path, file={"cap_pixels_per_frame": True}, wants=False) is None
+    assert "there are no videos in prompts" in caplog.text
+    with pytest.raises(ValidationError, match="from 0.001"):
+        read(model, tmp_path, kwargs={"fps": "x"}, max_videos=0)

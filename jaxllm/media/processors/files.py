@@ -4,10 +4,17 @@ of them."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxllm.errors import CheckpointError, refused, shown
+from jaxllm.errors import CheckpointError, UnsupportedModelError, refused, shown
 
 FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
+
+
+class UnsupportedVideosError(UnsupportedModelError):
+    """The files ask for videos that are not supported. Images are."""
+
+    def __init__(self, why: str):
+        super().__init__(f"""{VIDEO_FILE}: {why}; start with limit_mm_per_prompt={{"video": 0}}""")
 
 
 class VideoWanted(NamedTuple):
@@ -42,7 +49,7 @@ class Files(NamedTuple):
     ids: Mapping[str, int]  # the added tokens of tokenizer.json
     wanted: Wanted
     changes: Mapping[str, Any]  # the user's mm_processor_kwargs
-    # Of video_preprocessor_config.json; where there is none, as `fields`.
+    # What is said of videos; where nothing is, as `fields`.
     video: Mapping[str, Any]
     max_videos: int  # of a prompt, as the user wants
 

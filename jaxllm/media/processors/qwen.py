@@ -9,6 +9,7 @@ from jaxllm.media.processors.files import (
     FILE,
     VIDEO_FILE,
     Files,
+    UnsupportedVideosError,
     check_equal,
     check_known,
     image_token,
@@ -63,42 +64,43 @@ def _check_patches(file: str, fields: Mapping[str, Any], files: Files) -> None:
 
 def _read_video(files: Files) -> VideoSpec | None:
     """How videos are made; None: the user wants none, or the tokenizer has no token for them."""
-    tokens, changes = files.wanted.video, dict(files.changes)
-    changes |= _of_videos(changes.pop(_OF_VIDEOS, {}))
+    tokens, of_videos = files.wanted.video, _of_videos(files.changes.get(_OF_VIDEOS, {}))
+    changes = _read_changes({**files.changes, **of_videos})
     names = {number: name for name, number in files.ids.items()}
     if tokens is None or not files.max_videos or tokens.token_id not in names:
         return None
     fields = files.video
-    _check_patches(VIDEO_FILE, fields, files)
+    try:
+        _check_patches(VIDEO_FILE, fields, files)
+    except UnsupportedModelError as error:
+        raise UnsupportedVideosError(str(error)) from None
     in_words = tokens.positions_per_second is None
     kind, side = ("Qwen3VL", 32) if in_words else ("Qwen2VL", 28)
     if fields.get("video_processor_type", f"{kind}VideoProcessor") != f"{kind}VideoProcessor":
         its = shown(fields["video_processor_type"])
-        raise UnsupportedModelError(f"{VIDEO_FILE}: video_processor_type={its} is not supported")
+        raise UnsupportedVideosError(f"video_processor_type={its} is not supported")
     if fields.get("cap_pixels_per_frame"):
-        raise UnsupportedModelError(f"{VIDEO_FILE}: cap_pixels_per_frame is not supported")
+        raise UnsupportedVideosError("cap_pixels_per_frame is not supported")
     usual = Area(min_pixels=128 * side * side, max_pixels=768 * side * side)
     area = _read_area(fields, usual)
     if area is None:
-        raise UnsupportedModelError(f"{VIDEO_FILE}: the areas of videos in it are not supported")
-    of_videos = _of_videos(files.changes.get(_OF_VIDEOS, {}))
+        raise UnsupportedVideosError("the areas of videos in it are not supported")
     changed = _read_area({name: of_videos[name] for name in _OF_AREA if name in of_videos}, area)
     if changed is None or changed.max_pixels > area.max_pixels:
         why = f"the areas must be numbers of pixels, the largest at most {area.max_pixels}"
         raise refused(f"mm_processor_kwargs.{_OF_VIDEOS}", of_videos, why)
-    frames = {name: changes.get(name) for name in _OF_FRAMES}
-    if frames["fps"] is not None and frames["num_frames"] is not None:
-        raise refused("mm_processor_kwargs.fps", frames["fps"], "num_frames says otherwise")
-    fps = _fps("mm_processor_kwargs.fps", frames["fps"], fields.get("fps"))
-    least, most = (
-        _frames(f"mm_processor_kwargs.{name}", frames[name], fields.get(name), known)
-        for name, known in (("min_frames", 4), ("max_frames", _MOST_FRAMES))
-    )
-    number = frames["num_frames"]
-    if frames["fps"] is None:
-        number = fields.get("num_frames") if number is None else number
-    if number is not None:
-        number = _frames("mm_processor_kwargs.num_frames", number, None, 0)
+    # transformers may write null.
+    said = {name: its for name in _OF_FRAMES if (its := fields.get(name)) is not None}
+    for name, its in said.items():
+        if not _is_fps(its) if name == "fps" else not _is_number_of_frames(its):
+            raise UnsupportedVideosError(f"{name}={shown(its)} is not supported")
+    if "fps" in changes:
+        said.pop("num_frames", None)
+    frames = {"fps": _USUAL_FPS, "min_frames": 4, "max_frames": _MOST_FRAMES} | said | changes
+    number, most = frames.get("num_frames"), frames["max_frames"]
+    for name in ("num_frames", "min_frames"):
+        if name in changes and frames[name] > most:
+            raise refused(f"mm_processor_kwargs.{name}", frames[name], f"max_frames is {most}")
     return VideoSpec(
         resizing=TotalArea(changed.min_pixels, changed.max_pixels) if in_words else changed,
         token=names[tokens.token_id],
@@ -106,9 +108,9 @@ def _read_video(files: Files) -> VideoSpec | None:
         start_id=tokens.start_id,
         end_id=tokens.end_id,
         positions_per_second=tokens.positions_per_second,
-        fps=fps,
+        fps=float(frames["fps"]),
         num_frames=number,
-        min_frames=least,
+        min_frames=frames["min_frames"],
         max_frames=most,
         max_videos=files.max_videos,
     )
@@ -122,20 +124,26 @@ def _of_videos(given: object) -> dict[str, Any]:
     raise refused(f"mm_processor_kwargs.{_OF_VIDEOS}", given, f"it may have {may}")
 
 
-def _fps(name: str, given: Any, usual: Any) -> float:
-    fps = given if given is not None else usual if usual is not None else _USUAL_FPS
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1e-3 <= fps <= 1e4:
-        raise refused(name, fps, "it must be a number from 0.001 to 10000")
-    return float(fps)
+def _read_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user says of frames."""
+    changes = {name: its for name in _OF_FRAMES if (its := given.get(name)) is not None}
+    for name, its in changes.items():
+        if name == "fps" and not _is_fps(its):
+            raise refused("mm_processor_kwargs.fps", its, "it must be a number from 0.001 to 10000")
+        if name != "fps" and not _is_number_of_frames(its):
+            why = f"it must be a number from 1 to {_MOST_FRAMES}"
+            raise refused(f"mm_processor_kwargs.{name}", its, why)
+    if {"fps", "num_frames"} <= changes.keys():
+        raise refused("mm_processor_kwargs.fps", changes["fps"], "num_frames says otherwise")
+    return changes
 
 
-def _frames(name: str, given: Any, in_file: Any, usual: int) -> int:
-    """A number of frames that the user gives, or else the file, in which transformers may write
-    null."""
-    number = next(one for one in (given, in_file, usual) if one is not None)
-    if not is_count(number) or number > _MOST_FRAMES:
-        raise refused(name, number, f"it must be a number from 1 to {_MOST_FRAMES}")
-    return number
+def _is_fps(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-3 <= value <= 1e4
+
+
+def _is_number_of_frames(value: Any) -> bool:
+    return is_count(value) and value <= _MOST_FRAMES
 
 
 def _read_area(fields: Mapping[str, Any], default: Area) -> Area | None:
