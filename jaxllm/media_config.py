@@ -31,10 +31,11 @@ class MediaConfig:
         'frames of videos are seen: {"fps": 1} or {"num_frames": 16}.',
     )
     allowed_local_media_path: str | None = option(
-        None, "Directory from which requests may name images, as file:// URLs."
+        None, "Directory from which requests may name images and videos, as file:// URLs."
     )
     allowed_media_domains: tuple[str, ...] = option(
-        (), "Hosts from which requests may name images, as http(s) URLs; none unless given."
+        (),
+        "Hosts from which requests may name images and videos, as http(s) URLs; none unless given.",
     )
     enable_prompt_embeds: bool = option(
         False, "Take prompts of embeddings, in place of tokens: prompt_embeds."

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, and Qwen2.5-VL, which also sees images: Llama with biases on q, k and v.
+"""Qwen2, Qwen2.5, and Qwen2.5-VL, which also sees images and videos: Llama with q, k, v biases.
 
 Some layers may have a sliding window. Qwen2.5-VL has the same decoder, with positions on three
 axes. Its config has the fields of the decoder inside, or, as releases do, beside those of the

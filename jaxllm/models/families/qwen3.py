@@ -1,4 +1,4 @@
-"""Qwen3, and Qwen3-VL, which also sees images: Qwen2 with norms of query and key heads.
+"""Qwen3, and Qwen3-VL, which also sees images and videos: Qwen2 with norms of query and key heads.
 
 Qwen3-VL has the same decoder, with positions on three axes that take turns in the pairs of a head.
 """

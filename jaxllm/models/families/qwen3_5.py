@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3.6 and Qwen3.8, also with experts, which also see images.
+"""Qwen3.5, Qwen3.6 and Qwen3.8, also with experts, which also see images and videos.
 
 Decoders are Qwen3-Next with other names in checkpoints, with an MLP or with experts in every layer.
 Those beside a tower have positions on three axes, as Qwen3-VL has them. Releases have one more

@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Qwen3-Coder, and Qwen3-VL with experts, which also sees images.
+"""Qwen3-MoE, Qwen3-Coder, and Qwen3-VL with experts, which also sees images and videos.
 
 They are Qwen3 with experts in place of the MLPs of most layers. `mlp_only_layers` and
 `decoder_sparse_step` say which layers keep an MLP. If there is a window, all layers have it.
