@@ -127,7 +127,6 @@ def test_the_summary_says_so(tmp_path):
         ("llama", {"attention_backend": "xla"}, "attention 'xla'"),
         ("llama", {"enable_lora": True}, "enable_lora"),
         ("falcon_h1", {}, "state spaces of Mamba"),
-        ("glm4_moe_lite", {"quantization": "int8"}, "experts with codes"),
         ("lfm2", {"dtype": "bfloat16"}, "dtype='float32'"),
         # Of 64 inputs, which are no whole chunk.
         ("llama", {"quantization": "int4"}, "'xla', and 'native' ones"),
