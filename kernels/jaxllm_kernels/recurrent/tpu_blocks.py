@@ -5,16 +5,17 @@ and the last one is written, so a state is read once and written once.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.recurrent.rows import StateRows
 
-_LANES = 128
+LANES = 128
+_SUBLANES = 8
 # Of this many bytes a copy takes longer than a step of a grid costs beside it.
 _BLOCK_BYTES = 1 << 20
 # Blocks in memory: two that are read, and two that are written.
@@ -24,12 +25,37 @@ _BLOCKS_HELD = 4
 SKIP, GO_ON, BEGIN = 0, 1, 2
 
 
+def chip_named(name: str) -> Chip:
+    """A chip to compile for, or to emulate."""
+    return CHIPS.get(name, Chip(name=name, platform="tpu"))
+
+
+def interpreter(chip: Chip, interpret: bool) -> Any:
+    """What emulates a kernel on a CPU, with a race detector; False if none does."""
+    if not interpret:
+        return False
+    # Importing Pallas takes long, and other platforms do not need it.
+    from jax.experimental.pallas import tpu as pltpu
+
+    # A copy is done when it starts: a missing wait is a race, which is found.
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
+    )
+
+
+def check_slots(rows: int, columns: int) -> None:
+    """Raise ValueError unless states, which end with these axes, fill tiles. In others XLA has
+    slots where a tile has rows, so that the state of a slot is not in one place in memory."""
+    if columns % LANES or (rows % _SUBLANES and rows & (rows - 1)):
+        raise ValueError(f"states of {rows} x {columns} fill no tiles")
+
+
 def check_blocks(chip: Chip, heads_together: int, sizes: tuple[int, int]) -> None:
     """Raise ValueError unless a kernel can take states of these sizes, so many heads together."""
     if not chip.vmem_bytes:
         raise ValueError(f"the chip {chip.name!r} is not known")
-    if any(size % _LANES for size in sizes):
-        raise ValueError(f"states of {sizes[0]} x {sizes[1]} are no multiples of {_LANES}")
+    if any(size % LANES for size in sizes):
+        raise ValueError(f"states of {sizes[0]} x {sizes[1]} are no multiples of {LANES}")
     num_bytes = _BLOCKS_HELD * heads_together * 4 * math.prod(sizes)
     if num_bytes > chip.vmem_bytes // 2:
         raise ValueError(f"{_BLOCKS_HELD} blocks of {heads_together} heads do not fit into VMEM")
