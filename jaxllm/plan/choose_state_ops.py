@@ -18,6 +18,7 @@ from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import check_slots
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.ssd.native import NativeSsd
+from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.layers.gated_delta import GatedDeltaSpec
@@ -65,6 +66,8 @@ def choose_state_ops(
             load["conv"] = functools.partial(_conv_on_tpu, chip, configs, num_shards)
         if not kinds.isdisjoint(_DELTA):
             load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
+        if MambaSpec in kinds:
+            load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers)
     elif chip.platform != "cpu":
         logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
@@ -114,6 +117,15 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
             heads = mixer.num_heads // num_shards
             delta.check(heads, heads, mixer.head_size, mixer.head_size)
     return delta
+
+
+def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    ssd = TpuSsd(chip=chip.name)
+    for mixer in mixers:
+        if isinstance(mixer, MambaSpec):
+            ssd.check(mixer.head_size, mixer.state_size)
+    return ssd
 
 
 def state_ops_by_xla(chip: Chip) -> StateOps:

@@ -15,7 +15,7 @@ from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.recurrent.rows import StateRows
 
 LANES = 128
-_SUBLANES = 8
+SUBLANES = 8
 # Of this many bytes a copy takes longer than a step of a grid costs beside it.
 _BLOCK_BYTES = 1 << 20
 # Blocks in memory: two that are read, and two that are written.
@@ -46,7 +46,7 @@ def interpreter(chip: Chip, interpret: bool) -> Any:
 def check_slots(rows: int, columns: int) -> None:
     """Raise ValueError unless states, which end with these axes, fill tiles. In others XLA has
     slots where a tile has rows, so that the state of a slot is not in one place in memory."""
-    if columns % LANES or (rows % _SUBLANES and rows & (rows - 1)):
+    if columns % LANES or (rows % SUBLANES and rows & (rows - 1)):
         raise ValueError(f"states of {rows} x {columns} fill no tiles")
 
 
@@ -62,7 +62,13 @@ def check_blocks(chip: Chip, heads_together: int, sizes: tuple[int, int]) -> Non
 
 
 def heads_of_block(
-    num_heads: int, heads_together: int, state_bytes: int, chip: Chip, block_bytes: int | None
+    num_heads: int,
+    heads_together: int,
+    state_bytes: int,
+    chip: Chip,
+    block_bytes: int | None,
+    *,
+    cuts: bool = False,
 ) -> int:
     """How many heads a block has: as many as fit, and no more than give each core a block.
 
@@ -70,12 +76,15 @@ def heads_of_block(
       heads_together: so many, or a multiple of it.
       state_bytes: those of a head.
       block_bytes: those of a block at most; None: the usual number.
+      cuts: whether several blocks can have equal parts of what else is together.
     """
-    most = max(block_bytes or _BLOCK_BYTES, heads_together * state_bytes) // state_bytes
+    fewest = 1 if cuts else heads_together
+    most = max(block_bytes or _BLOCK_BYTES, fewest * state_bytes) // state_bytes
     fitting = [
         count
-        for count in range(heads_together, min(most, num_heads) + 1, heads_together)
+        for count in range(fewest, min(most, num_heads) + 1)
         if num_heads % count == 0
+        and (count % heads_together == 0 or (cuts and heads_together % count == 0))
     ]
     for_cores = [count for count in fitting if num_heads // count >= chip.num_cores]
     return max(for_cores or fitting)
