@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -60,7 +61,7 @@ def run_decodes(
 
     def of_row(each: jax.Array, blocks: int = 1, **where: Any) -> pl.BlockSpec:
         shape = (1, 1, *each.shape[2:])
-        return pl.BlockSpec(shape, lambda j, i, *_: (i, j // blocks, 0, 0), **where)
+        return pl.BlockSpec(shape, lambda j, i, *_: (i, lax.div(j, blocks), 0, 0), **where)
 
     of_slot = pl.BlockSpec(
         (1, heads, head_size, state_size), lambda j, i, slots, what: (slots[i], j, 0, 0)
@@ -121,7 +122,7 @@ def _step(
     def _():
         begins = what[row] == BEGIN
         inputs = _turned(x[0, 0])  # [128, columns]
-        column = jax.lax.broadcasted_iota(jnp.int32, (head_size, LANES), 1)
+        column = lax.broadcasted_iota(jnp.int32, (head_size, LANES), 1)
         # Outputs of the heads of a column, above each other.
         outputs = [jnp.zeros((head_size, LANES), jnp.float32)] * heads_of_column
         for head in range(num_heads):
