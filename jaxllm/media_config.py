@@ -66,10 +66,9 @@ class MediaConfig:
         videos only if it says so."""
         return self._limits().get("video", _MOST_VIDEOS if self.max_images else 0)
 
-    @property
-    def wants_videos(self) -> bool:
-        """Whether the user has asked for videos."""
-        return self._limits().get("video", 0) > 0
+    def wants(self, kind: str) -> bool:
+        """Whether the user has asked for images, or for videos."""
+        return self._limits().get(kind, 0) > 0
 
     def _limits(self) -> dict[str, int]:
         limits: dict[str, int] = {}

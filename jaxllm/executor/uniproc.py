@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
@@ -49,6 +51,9 @@ class UniProcExecutor:
 
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
+
+    def late_drafts(self) -> np.ndarray | None:
+        return self._runner.late_drafts()
 
     def sample(self, masks: LateMasks) -> None:
         self._runner.sample(masks)

@@ -78,7 +78,7 @@ def check_beams(params: BeamSearchParams, info: EngineInfo, prompt_len: int) -> 
 
 
 def refuse_media(requests: Iterable[EngineRequest]) -> None:
-    """Refuse a search behind images or embeddings: its steps have prompts of tokens alone."""
+    """Refuse a search behind images, videos or embeddings: the prompts of its steps are tokens."""
     requests = list(requests)
     if any(request.embeds is not None for request in requests):
         raise ValidationError(
@@ -87,7 +87,8 @@ def refuse_media(requests: Iterable[EngineRequest]) -> None:
         )
     if any(request.images for request in requests):
         raise ValidationError(
-            "multi_modal_data: a beam search is not supported with images; sample instead",
+            "multi_modal_data: a beam search is not supported with images or videos; sample "
+            "instead",
             parameter="multi_modal_data",
         )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxllm.errors import ValidationError, refused
-from jaxllm.media.frames import FRAMES, Clip, Times
+from jaxllm.media.frames import FRAMES, Clip, Room, Times
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import Tiles, UndecodableError
 
@@ -107,7 +107,7 @@ def to_patches(image: "Image", spec: ImageSpec) -> Patches:
 
 def to_clip(
     images: Iterable["Image"], size: tuple[int, int], number: int, times: Times, spec: ImageSpec,
-    max_tokens: int,
+    room: Room,
 ) -> Clip:  # fmt: skip
     """Resize RGB frames of this height and width and cut them, in pairs; raise UndecodableError.
     So many are wanted; they are made one by one, after their tokens have been counted."""
@@ -115,11 +115,12 @@ def to_clip(
     height, width = spec.video.resizing.frame_size(max(number, FRAMES), *size, spec.side)
     pairs = -(-number // FRAMES)
     num_tokens = pairs * height * width // spec.side**2
-    if num_tokens >= max_tokens:
+    if num_tokens >= room.num_tokens:
         raise UndecodableError(
             f"its {number} frames would have {num_tokens} tokens, of which the prompt has room for "
-            f"fewer than {max_tokens} (max_model_len without its other images and videos); give "
-            "fewer or smaller frames, or make them so by mm_processor_kwargs"
+            f"fewer than {room.num_tokens} (max_model_len={room.max_model_len} without its other "
+            "images and videos); give fewer or smaller frames, or make them so by "
+            "mm_processor_kwargs"
         )
     found: list[bytes] = []
     patches = Patches(0, 0, b"")

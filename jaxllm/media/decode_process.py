@@ -19,7 +19,7 @@ from jaxllm.confined import killed_after, limit_memory, open_answers, took_too_l
 from jaxllm.errors import JaxLLMError, ValidationError
 from jaxllm.media.decode import Patches, decode, pillow, to_clip, to_patches
 from jaxllm.media.decode_video import decode_video, pyav
-from jaxllm.media.frames import Clip, Times
+from jaxllm.media.frames import Clip, Room, Times
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import UndecodableError
 
@@ -36,7 +36,7 @@ class Work(msgspec.Struct):
 
     kind: Literal["image", "video", "frames"]
     files: Sequence[bytes]
-    max_tokens: int = 0
+    room: Room | None = None
     times: Times | None = None
 
 
@@ -64,14 +64,14 @@ class DecodeProcess:
         assert found is not None, "there is a reason otherwise"
         return found
 
-    def video(self, data: bytes, max_tokens: int) -> Clip:
+    def video(self, data: bytes, room: Room) -> Clip:
         """Decode a video file, unless it has too many tokens; raise UndecodableError."""
         pyav()  # says so here if it is missing
-        return self._clip(Work("video", [data], max_tokens))
+        return self._clip(Work("video", [data], room))
 
-    def frames(self, files: Sequence[bytes], times: Times, max_tokens: int) -> Clip:
+    def frames(self, files: Sequence[bytes], times: Times, room: Room) -> Clip:
         """Decode image files as the frames of a video; raise UndecodableError."""
-        return self._clip(Work("frames", files, max_tokens, times))
+        return self._clip(Work("frames", files, room, times))
 
     def _clip(self, work: Work) -> Clip:
         found = self._answer(work).clip
@@ -151,17 +151,18 @@ def _answer(work: Work, spec: ImageSpec) -> bytes:
 def _decoded(work: Work, spec: ImageSpec) -> Answer:
     if work.kind == "image":
         return Answer(image=to_patches(decode(work.files[0]), spec))
+    assert work.room is not None, "videos come with their room"
     if work.kind == "video":
-        return Answer(clip=decode_video(work.files[0], spec, work.max_tokens))
-    return Answer(clip=_of_frames(work, spec))
-
-
-def _of_frames(work: Work, spec: ImageSpec) -> Clip:
+        return Answer(clip=decode_video(work.files[0], spec, work.room))
     assert work.times is not None, "frames come with their times"
-    first = decode(work.files[0])
-    size, number = (first.height, first.width), len(work.files)
-    images = (decode(data) for data in work.files)
-    return to_clip(images, size, number, work.times, spec, work.max_tokens)
+    return Answer(clip=_of_frames(work.files, work.times, spec, work.room))
+
+
+def _of_frames(files: Sequence[bytes], times: Times, spec: ImageSpec, room: Room) -> Clip:
+    first = decode(files[0])
+    size, number = (first.height, first.width), len(files)
+    images = (decode(data) for data in files)
+    return to_clip(images, size, number, times, spec, room)
 
 
 if __name__ == "__main__":

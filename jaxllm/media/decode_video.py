@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import ValidationError
 from jaxllm.media.decode import to_clip
-from jaxllm.media.frames import MAX_FRAMES_OF_FILE, Clip, usual_fps
+from jaxllm.media.frames import MAX_FRAMES_OF_FILE, Clip, Room, usual_fps
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import UndecodableError
 
@@ -38,14 +38,14 @@ def pyav() -> Any:
         ) from None
 
 
-def decode_video(data: bytes, spec: ImageSpec, max_tokens: int) -> Clip:
+def decode_video(data: bytes, spec: ImageSpec, room: Room) -> Clip:
     """Decode the frames of a file that the model sees; raise UndecodableError."""
     library, kind = pyav(), _kind(data)
     try:
         with library.open(
             io.BytesIO(data), format=kind, metadata_errors="ignore", io_open=_open_nothing
         ) as container:
-            return _clip(container, spec, max_tokens)
+            return _clip(container, spec, room)
     except (UndecodableError, MemoryError):
         raise
     except Exception:  # libraries raise anything
@@ -66,14 +66,14 @@ def _kind(data: bytes) -> str:
     raise UndecodableError("it is not a video file; it may be one of MP4, MOV, WebM, Matroska, AVI")
 
 
-def _clip(container: Any, spec: ImageSpec, max_tokens: int) -> Clip:
+def _clip(container: Any, spec: ImageSpec, room: Room) -> Clip:
     its = spec.video
     assert its is not None, "videos are allowed"
     if not container.streams.video:
-        raise UndecodableError("there is no video in the file")
+        raise UndecodableError(f"there is no video in the file, or {_DAMAGED}")
     stream = container.streams.video[0]
     if stream.codec_context is None:
-        raise UndecodableError("there is no decoder for its frames")
+        raise UndecodableError(f"there is no decoder for its frames, or {_DAMAGED}")
     width, height = stream.codec_context.width, stream.codec_context.height
     if not width or not height:
         raise UndecodableError(_DAMAGED)
@@ -103,7 +103,7 @@ def _clip(container: Any, spec: ImageSpec, max_tokens: int) -> Clip:
 
     size = first.height, first.width
     times = its.times_of(total, fps, chosen)
-    return to_clip(all_of_them(), size, len(chosen), times, spec, max_tokens)
+    return to_clip(all_of_them(), size, len(chosen), times, spec, room)
 
 
 def _count(container: Any, stream: Any) -> int:

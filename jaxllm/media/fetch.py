@@ -38,8 +38,9 @@ class _Target(NamedTuple):
 def fetch(
     url: str, domains: Collection[str], timeout_s: float = _TIMEOUT_S, *, most: int = MAX_BYTES
 ) -> bytes:
-    """Return the bytes that a URL names; raise UndecodableError."""
-    deadline = time.monotonic() + timeout_s
+    """Return the bytes that a URL names; raise UndecodableError. The time is for an image; where
+    more bytes are allowed, so is more time."""
+    deadline = time.monotonic() + timeout_s * max(1.0, most / MAX_BYTES)
     for _ in range(_MAX_REDIRECTS + 1):
         target = _parse(url, domains)
         found, moved = _get(target, deadline, most)

@@ -84,6 +84,13 @@ class Clip(NamedTuple):
         return self.rows * self.columns * len(self.pairs)
 
 
+class Room(NamedTuple):
+    """What a prompt has left for a video."""
+
+    num_tokens: int  # it must have fewer
+    max_model_len: int
+
+
 class Metadata(NamedTuple):
     """What a user says of frames: which of a video they are."""
 
@@ -100,8 +107,9 @@ def read_metadata(name: str, given: object, num_frames: int, spec: VideoSpec) ->
         raise refused(name, given, "what goes with frames must be a dict, such as {'fps': 2.0}")
     if unknown := given.keys() - set(_NAMES):
         raise refused(name, sorted(map(str, unknown)), f"only {', '.join(_NAMES)} are known")
+    _check_unused(name, given)
     samples = given.get("do_sample_frames")
-    if not isinstance(samples, bool | None):
+    if not isinstance(samples, bool | np.bool_ | None):
         raise refused(f"{name}.do_sample_frames", samples, "it must be true or false")
     for beside in ("frames_indices", "total_num_frames"):
         if samples and given.get(beside) is not None:
@@ -118,12 +126,25 @@ def read_metadata(name: str, given: object, num_frames: int, spec: VideoSpec) ->
     fps = spec.fps if fps is None else fps
     if not _is(numbers.Real, fps) or not 1e-3 <= fps <= 1e4:
         raise refused(f"{name}.fps", fps, "it must be a number from 0.001 to 10000")
-    return Metadata(int(total), float(fps), indices, samples is True)
+    return Metadata(int(total), float(fps), indices, bool(samples))
 
 
 def _is(kind: type, value: object) -> bool:
     """Whether a value is such a number, of Python or of numpy."""
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_unused(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse malformed values that a model makes nothing of: the frames say it themselves."""
+    for field, kind, what in (
+        ("duration", numbers.Real, "a number of seconds"),
+        ("width", numbers.Integral, "a number of pixels"),
+        ("height", numbers.Integral, "a number of pixels"),
+        ("video_backend", str, "the name of a library"),
+    ):
+        value = given.get(field)
+        if value is not None and not _is(kind, value):
+            raise refused(f"{name}.{field}", value, f"it must be {what}")
 
 
 def _indices(name: str, given: object, number: int) -> list[int]:

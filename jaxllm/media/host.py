@@ -6,6 +6,7 @@ encoded once, for how many requests soever, and nothing must be given back: a re
 inside an image after others have taken its place, or after a preemption, has it encoded again.
 """
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,6 +40,12 @@ class _Using(NamedTuple):
     # tokens behind the prompt. None: positions are places.
     offsets: np.ndarray | None
 
+    def within(self, start: int, end: int) -> list[_Placed]:
+        """The images that have a token in [start, end)."""
+        first = bisect.bisect_right(self.images, start, key=lambda one: one.item.end)
+        last = bisect.bisect_left(self.images, end, key=lambda one: one.item.start)
+        return self.images[first:last]
+
     def offsets_of(self, start: int, end: int) -> np.ndarray:
         """Those of the tokens from `start` up to `end`."""
         assert self.offsets is not None, "positions are places"
@@ -59,8 +66,9 @@ class Images:
         self._num_rows = num_rows
         self._free = list(range(num_rows))
         self._held: OrderedDict[bytes, list[int]] = OrderedDict()  # rows, the oldest image first
-        # The images that the step under way needs, and their sizes.
-        self._wanted: dict[bytes, int] = {}
+        # The images that the step under way needs, and the rows that they take.
+        self._wanted: set[bytes] = set()
+        self._num_wanted = 0
         self._using: dict[str, _Using] = {}
 
     def add(self, request: Request) -> None:
@@ -79,6 +87,7 @@ class Images:
 
     def ready(self, *, wait: bool) -> Sequence[Request]:
         self._wanted.clear()  # a step begins
+        self._num_wanted = 0
         return ()
 
     def drop(self, request: Request) -> None:
@@ -100,19 +109,19 @@ class Images:
         start = request.num_tokens - n
         end = start + min(n, budget)
         if self._spec.sees_all:
-            for image in request.images:
-                if image.start < end < image.end:
-                    end = max(start, image.start)
+            for placed in using.within(start, end)[-1:]:
+                if placed.item.start < end < placed.item.end:
+                    end = max(start, placed.item.start)
                     n = end - start
-                    break
-        for placed in using.images:
+        for placed in using.within(start, end):
             first, last = placed.part(start, end)
             if first == last or placed.item.digest in self._wanted:
                 continue
             size = len(placed.places)
-            if sum(self._wanted.values()) + size > self._num_rows:
+            if self._num_wanted + size > self._num_rows:
                 return int(placed.places[first]) - start
-            self._wanted[placed.item.digest] = size
+            self._wanted.add(placed.item.digest)
+            self._num_wanted += size
         return n
 
     def draft(self, rows: Sequence[Request], num_tokens: np.ndarray) -> Drafted | None:
@@ -134,9 +143,7 @@ class Images:
                     offsets = np.zeros((NUM_AXES, int(num_tokens.sum())), np.int32)
                 its_tokens = slice(first_token, first_token + end - start)
                 offsets[:, its_tokens] = using.offsets_of(start, end)
-            if start >= using.images[-1].item.end:
-                continue
-            for placed in using.images:
+            for placed in using.within(start, end):
                 first, last = placed.part(start, end)
                 if first == last:
                     continue

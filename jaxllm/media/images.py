@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError, refused
 from jaxllm.media.chat import NamedImage
 from jaxllm.media.decode import Patches, in_rgb, of_array, to_patches
 from jaxllm.media.decode_process import DecodeProcess
-from jaxllm.media.frames import Clip
+from jaxllm.media.frames import Clip, Room
 from jaxllm.media.item import ImageItem, ImageSpec
 from jaxllm.media.placing import DATA, Encoder, Media, place, rewritten
 from jaxllm.media.resizing import UndecodableError
@@ -64,10 +65,10 @@ class Images:
         max_model_len: int,
     ):
         self._config = config.media
-        self._max_tokens = max_model_len
+        self._max_model_len = max_model_len
         self._spec = spec
         self._encoder = encoder
-        self._decoder = None if spec is None else DecodeProcess(spec)
+        self._decoder = None if spec is None else DecodeProcess(structs.replace(spec, video=None))
         # Videos take long, and images do not wait for them. All of these begin when needed.
         self._videos = None if spec is None or spec.video is None else DecodeProcess(spec)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "images")
@@ -79,7 +80,9 @@ class Images:
         if data is not None and not isinstance(data, Mapping):
             raise refused(DATA, data, "it must be a dict, such as {'image': image}")
         if prompt.get(KWARGS):
-            raise refused(KWARGS, prompt[KWARGS], "give it to the engine: it holds for all images")
+            raise refused(
+                KWARGS, prompt[KWARGS], "give it to the engine: it holds for all images and videos"
+            )
         given = dict(data or {})
         if unknown := given.keys() - {"image", "video"}:
             why = "only 'image' and 'video' are supported"
@@ -125,7 +128,7 @@ class Images:
             raise refused(
                 "truncate_prompt_tokens",
                 length.truncate,
-                "a prompt with images is not cut; leave it out",
+                "a prompt with images or videos is not cut; leave it out",
             )
         assert self._spec is not None, "images were loaded"
         token_ids, items = place(token_ids, media, self._spec, self._encoder)
@@ -193,16 +196,16 @@ class Images:
             patches = self._patches(name, one)
             found["image"].append(patches)
             num_tokens += patches.rows * patches.columns // spec.patches_per_token
-            if num_tokens >= self._max_tokens:
+            if num_tokens >= self._max_model_len:
                 raise refused(
                     DATA,
                     counted(len(images), "image"),
                     f"the first {len(found['image'])} of them have {num_tokens} tokens, and "
-                    f"max_model_len={self._max_tokens}",
+                    f"max_model_len={self._max_model_len}",
                 )
         for name, one in zip(_names("video", videos), videos, strict=True):
             assert spec is not None and self._videos is not None, "videos are allowed"
-            room = self._max_tokens - num_tokens
+            room = Room(self._max_model_len - num_tokens, self._max_model_len)
             clip = read_video(name, one, spec, self._videos, self._config, room)
             found["video"].append(clip)
             num_tokens += clip.num_patches // spec.patches_per_token

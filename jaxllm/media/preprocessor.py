@@ -50,7 +50,9 @@ def _read(
     model_dir: Path, wanted: Wanted, changes: Mapping[str, Any], max_images: int, max_videos: int
 ) -> ImageSpec | None:
     processor = _read_optional(model_dir / "processor_config.json")
-    fields = _read_optional(model_dir / FILE) or dict(processor.get("image_processor") or {})
+    of_file = _read_optional(model_dir / FILE)
+    # What is nested holds, as in transformers.
+    fields = dict(processor.get("image_processor") or {}) or of_file
     tokenizer = model_dir / "tokenizer.json"
     if not fields or not tokenizer.is_file():
         return None
@@ -64,10 +66,9 @@ def _read(
         if fields.get(name, True) is not True:
             raise UnsupportedModelError(f"{FILE}: {name}={shown(fields[name])} is not supported")
     made_by = PROCESSORS[wanted.processor]
-    video = processor.get("video_processor") or _read_optional(model_dir / VIDEO_FILE) or fields
-    files = Files(
-        fields, processor, _token_ids(tokenizer), wanted, changes, dict(video), max_videos
-    )
+    video = dict(processor.get("video_processor") or {}) or _read_optional(model_dir / VIDEO_FILE)
+    video = video or of_file or fields
+    files = Files(fields, processor, _token_ids(tokenizer), wanted, changes, video, max_videos)
     mean, std = _normalisation(fields, usual=made_by.normalises)
     spec = ImageSpec(
         patch_size=wanted.patch_size,

@@ -12,7 +12,7 @@ from jaxllm.media.chat import NamedImage
 from jaxllm.media.decode import in_rgb, of_array, to_clip
 from jaxllm.media.decode_process import DecodeProcess
 from jaxllm.media.fetch import MAX_VIDEO_BYTES
-from jaxllm.media.frames import Clip, VideoSpec, read_metadata
+from jaxllm.media.frames import Clip, Room, VideoSpec, read_metadata
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_file, read_url
@@ -32,19 +32,19 @@ def as_videos(given: object) -> list[Any]:
 
 def read_video(
     name: str, given: Any, spec: ImageSpec, decoder: DecodeProcess, config: MediaConfig,
-    max_tokens: int,
+    room: Room,
 ) -> Clip:  # fmt: skip
-    """Make a clip of a video of fewer tokens than this; raise ValidationError, which calls it
+    """Make a clip of a video that has room in its prompt; raise ValidationError, which calls it
     `name`."""
     try:
-        return _read(name, given, spec, decoder, config, max_tokens)
+        return _read(name, given, spec, decoder, config, room)
     except UndecodableError as error:
         raise ValidationError(f"{name}: {error}", parameter=name) from None
 
 
 def _read(
     name: str, given: Any, spec: ImageSpec, decoder: DecodeProcess, config: MediaConfig,
-    max_tokens: int,
+    room: Room,
 ) -> Clip:  # fmt: skip
     is_url = isinstance(given, NamedImage) and given.is_url
     if isinstance(given, NamedImage):
@@ -55,18 +55,18 @@ def _read(
     if isinstance(given, str | os.PathLike):
         is_url = is_url or (isinstance(given, str) and given.startswith(_SCHEMES))
         if not is_url and _is_directory(given):
-            return _of_directory(name, Path(given), says, spec, decoder, max_tokens)
+            return _of_directory(name, Path(given), says, spec, decoder, room)
         if says:
             raise refused(name, says, "a file says itself what its frames are")
         if is_url:
-            return decoder.video(read_url(str(given), config, MAX_VIDEO_BYTES), max_tokens)
-        return decoder.video(read_file(given, MAX_VIDEO_BYTES), max_tokens)
+            return decoder.video(read_url(str(given), config, MAX_VIDEO_BYTES), room)
+        return decoder.video(read_file(given, MAX_VIDEO_BYTES), room)
     if isinstance(given, np.ndarray) and given.ndim == 4:
         if not len(given):
             raise refused(name, f"an array {given.shape}", "it has no frames")
-        return _of_frames(name, given, says, spec, max_tokens)
+        return _of_frames(name, given, says, spec, room)
     if isinstance(given, list | tuple) and given and all(map(_is_frame, given)):
-        return _of_frames(name, given, says, spec, max_tokens)
+        return _of_frames(name, given, says, spec, room)
     raise refused(
         name,
         f"an array {given.shape}" if isinstance(given, np.ndarray) else given,
@@ -83,18 +83,18 @@ def _is_directory(given: str | os.PathLike[str]) -> bool:
 
 
 def _of_frames(
-    name: str, frames: Sequence[Any] | np.ndarray, says: object, spec: ImageSpec, max_tokens: int
+    name: str, frames: Sequence[Any] | np.ndarray, says: object, spec: ImageSpec, room: Room
 ) -> Clip:
     its = _video(spec)
     chosen, times = _chosen(name, len(frames), says, its)
     images = (_image(name, frames[place]) for place in chosen)
     first = _image(name, frames[chosen[0]])
     size = first.height, first.width
-    return to_clip(images, size, len(chosen), times, spec, max_tokens)
+    return to_clip(images, size, len(chosen), times, spec, room)
 
 
 def _of_directory(
-    name: str, path: Path, says: object, spec: ImageSpec, decoder: DecodeProcess, max_tokens: int
+    name: str, path: Path, says: object, spec: ImageSpec, decoder: DecodeProcess, room: Room
 ) -> Clip:
     try:
         files = sorted(one for one in path.iterdir() if one.is_file())
@@ -108,7 +108,7 @@ def _of_directory(
     for place in chosen:
         found.append(read_file(files[place], left))
         left -= len(found[-1])
-    return decoder.frames(found, times, max_tokens)
+    return decoder.frames(found, times, room)
 
 
 def _chosen(name: str, number: int, says: object, spec: VideoSpec) -> tuple[list[int], Any]:

@@ -43,6 +43,7 @@ def with_images(
     are text."""
     tower = architecture.tower
     if tower is None:
+        _refuse_without_tower(config, "the model has no tower for images that is supported")
         return architecture, None
     spec = read_image_spec(
         model_dir,
@@ -60,13 +61,12 @@ def with_images(
         changes=config.media.mm_processor_kwargs or {},
         max_images=config.media.max_images,
         max_videos=config.media.max_videos,
-        wants_videos=config.media.wants_videos,
+        wants_videos=config.media.wants("video"),
     )
     if spec is None:
-        logger.warning(
-            "prompts are text alone: the model has a tower for images, but its directory has no "
-            "preprocessor_config.json or no tokenizer.json"
-        )
+        why = "the model's directory has no preprocessor_config.json or no tokenizer.json"
+        _refuse_without_tower(config, why)
+        logger.warning("prompts are text alone, though the model has a tower for images: %s", why)
         return dataclasses.replace(architecture, tower=None), None
     _check(config, spec)
     num_shards = config.parallel.tensor_parallel_size
@@ -100,6 +100,18 @@ def plan_images(
     )
 
 
+def _refuse_without_tower(config: EngineConfig, why: str) -> None:
+    """Refuse wishes for images and videos that an engine without a tower would not meet."""
+    media = config.media
+    if not wants_images(config):
+        return
+    remedy = f"prompts of this engine are text alone: {why}; leave it out"
+    if media.wants("image") or media.wants("video"):
+        raise refused("limit_mm_per_prompt", dict(media.limit_mm_per_prompt or {}), remedy)
+    if media.mm_processor_kwargs:
+        raise refused("mm_processor_kwargs", dict(media.mm_processor_kwargs), remedy)
+
+
 def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Refuse steps that could never hold an image that must not be cut, beside a decode of each
     other row."""
@@ -115,7 +127,7 @@ def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: in
 
 def _check(config: EngineConfig, spec: ImageSpec) -> None:
     """Refuse what does not go with images yet."""
-    if spec.video is None and config.media.wants_videos:
+    if spec.video is None and config.media.wants("video"):
         raise refused(
             "limit_mm_per_prompt",
             dict(config.media.limit_mm_per_prompt or {}),

@@ -11,9 +11,9 @@ from jaxllm import LLM
 from jaxllm.errors import ValidationError
 from jaxllm.lora.request import LoRARequest
 from jaxllm.testing import make_tiny_adapter
+from tests.media.answers import PARAMS, answers, assert_equal, taken
 from tests.media.models import OPTIONS, make_qwen3_5
-from tests.media.test_engine import ENDS, assert_equal
-from tests.media.test_qwen import PARAMS, PROMPTS
+from tests.media.test_qwen import PROMPTS
 
 SNAPSHOTS = {"mamba_block_size": 32, "num_state_snapshots": 16}
 
@@ -43,7 +43,7 @@ def test_an_adapter_is_as_if_it_were_merged(tmp_path):
     expected = []
     for path in (model, merge(model, adapter, tmp_path / "merged")):
         llm = LLM(path, **OPTIONS, **SNAPSHOTS)
-        expected.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        expected += answers(llm, PROMPTS)
         llm.shutdown()
     llm = LLM(model, **OPTIONS, **SNAPSHOTS, enable_lora=True)
     try:
@@ -57,12 +57,8 @@ def test_an_adapter_is_as_if_it_were_merged(tmp_path):
                 use_tqdm=False,
                 lora_request=[None] * len(PROMPTS) + [request] * len(PROMPTS),
             )
-            assert {output.outputs[0].finish_reason for output in outputs} <= ENDS
-            found, wanted = (
-                [(its.outputs[0].token_ids, its.outputs[0].logprobs) for its in outputs]
-                for outputs in (outputs, [*expected[0], *expected[1]])
-            )
-            assert_equal(found, wanted)
+            found = taken(outputs)
+            assert_equal(found, expected)
         assert found[: len(PROMPTS)] != found[len(PROMPTS) :]
         other = make_tiny_adapter(tmp_path / "other", model, target_modules=["q_proj"])
         rename(other, "language_model.layers", "visual.blocks")

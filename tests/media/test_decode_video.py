@@ -14,6 +14,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
 from jaxllm.media.decode_process import DecodeProcess
 from jaxllm.media.decode_video import MAX_FRAME_PIXELS
+from jaxllm.media.frames import Room
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import Area, UndecodableError
 from jaxllm.media.videos import read_video
@@ -26,6 +27,7 @@ SPEC = ImageSpec(
     scale=1 / 255, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), image_token="[IMG]", image_token_id=3,
     has_grid_positions=True, max_images=4, video=IN_POSITIONS,
 )  # fmt: skip
+ROOM = Room(1000, 1000)
 KINDS = {
     "mp4": ("mp4", "mpeg4"), "h264": ("mp4", "libx264"), "webm": ("webm", "libvpx-vp9"),
     "matroska": ("matroska", "ffv1"), "avi": ("avi", "mpeg4"),
@@ -69,7 +71,7 @@ def light_of(clip):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_chosen_frames_are_decoded(kind, process):
-    clip = process.video(video_file(kind), 1000)
+    clip = process.video(video_file(kind), ROOM)
     assert (clip.rows, clip.columns) == (8, 12)
     # 2 of 10 frames a second.
     assert light_of(clip) == pytest.approx([0, 50, 100, 150], abs=6)
@@ -77,14 +79,14 @@ def test_the_chosen_frames_are_decoded(kind, process):
 
 
 def test_a_single_frame_is_doubled(process):
-    clip = process.video(video_file(number=1), 1000)
+    clip = process.video(video_file(number=1), ROOM)
     assert light_of(clip) == pytest.approx([0, 0], abs=6)
 
 
 @pytest.mark.parametrize(("turned", "corner"), [(90, "below"), (-90, "right"), (180, "across")])
 def test_videos_are_turned_as_their_file_says(process, turned, corner):
     """Against the clock: what is above on the left goes below on the left."""
-    clip = process.video(video_file(turned=turned, number=2), 1000)
+    clip = process.video(video_file(turned=turned, number=2), ROOM)
     assert (clip.rows, clip.columns) == ((8, 12) if turned == 180 else (12, 8))
     patches = np.frombuffer(clip.pairs[0], np.uint8).reshape(-1, 3, 2, 16)[:, 0, 0].mean(axis=1)
     above, below = patches[0], patches[-1]
@@ -99,6 +101,7 @@ def test_videos_are_turned_as_their_file_says(process, turned, corner):
 HOSTILE = {
     "cut off": (lambda: video_file("h264")[:-200], "damaged"),
     "cut off behind its head": (lambda: video_file("avi")[:6200], "damaged"),
+    "cut off inside its head": (lambda: video_file()[:-300], "damaged"),
     "its head alone": (lambda: video_file()[:40], "damaged"),
     "an image": (lambda: encoded(picture(8, 8)), "not a video file"),
     "a playlist": (lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "not a video file"),
@@ -107,7 +110,10 @@ HOSTILE = {
     "noise": (lambda: b"\x00\x00\x00\x1cftyp" + bytes(range(256)) * 40, "damaged"),
     "large frames": (lambda: video_file("mp4", 1, 4096, 4112), f"at most {MAX_FRAME_PIXELS}"),
     "long edges": (lambda: video_file("matroska", 2, 2, 404), "more than 200 times"),
-    "many tokens": (lambda: video_file("mp4", 24, 64, 64, fps=2), "tokens, of which"),
+    "many tokens": (
+        lambda: video_file("mp4", 24, 64, 64, fps=2),
+        "for fewer than 700 \\(max_model_len=1000",
+    ),
 }
 
 
@@ -116,8 +122,8 @@ def test_hostile_files_are_refused_and_nothing_is_lost(name, process):
     make, reason = HOSTILE[name]
     good = video_file()
     with pytest.raises(UndecodableError, match=reason):
-        process.video(make(), 700)
-    assert len(process.video(good, 700).pairs) == 2
+        process.video(make(), Room(700, 1000))
+    assert len(process.video(good, ROOM).pairs) == 2
 
 
 def test_a_file_of_too_many_frames_is_refused(process, monkeypatch):
@@ -126,7 +132,35 @@ def test_a_file_of_too_many_frames_is_refused(process, monkeypatch):
     monkeypatch.setattr(decode_video, "MAX_FRAMES_OF_FILE", 8)
     for kind in ("mp4", "webm"):  # which says its number, and which does not
         with pytest.raises(UndecodableError, match="from 1 to 8 are allowed"):
-            decode_video.decode_video(video_file(kind, 9), SPEC, 1000)
+            decode_video.decode_video(video_file(kind, 9), SPEC, ROOM)
+
+
+def test_no_other_file_is_opened(tmp_path, monkeypatch):
+    """Were a playlist taken for a video."""
+    from jaxllm.media import decode_video
+
+    (tmp_path / "a.mp4").write_bytes(video_file())
+    lines = ("#EXTM3U", "#EXT-X-TARGETDURATION:1", "#EXTINF:1,", tmp_path / "a.mp4")
+    data = "\n".join(map(str, [*lines, "#EXT-X-ENDLIST", ""])).encode()
+    monkeypatch.setattr(decode_video, "_kind", lambda data: "hls")
+    with pytest.raises(UndecodableError, match="names other files"):
+        decode_video.decode_video(data, SPEC, ROOM)
+
+
+def test_an_answer_without_memory_is_an_error(monkeypatch):
+    from jaxllm.media import decode_process
+
+    encode = msgspec.msgpack.encode
+
+    def fails(answer):
+        if answer.error is None:
+            raise MemoryError
+        return encode(answer)
+
+    monkeypatch.setattr(decode_process.msgspec.msgpack, "encode", fails)
+    work = decode_process.Work("image", [encoded(picture(8, 8))])
+    answer = msgspec.msgpack.decode(decode_process._answer(work, SPEC), type=decode_process.Answer)
+    assert answer.error and "too much memory" in answer.error
 
 
 def test_what_takes_too_long_is_killed():
@@ -134,7 +168,7 @@ def test_what_takes_too_long_is_killed():
     process = DecodeProcess(SPEC, timeout_s=1e-4)
     try:
         with pytest.raises(UndecodableError, match="takes too long"):
-            process.video(data, 100_000)
+            process.video(data, Room(100_000, 100_000))
     finally:
         process.close()
 
@@ -143,19 +177,19 @@ def test_without_pyav_files_are_refused_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     process = DecodeProcess(SPEC)
     with pytest.raises(ValidationError, match=r"pip install 'jaxllm\[video\]'"):
-        process.video(b"", 1000)
+        process.video(b"", ROOM)
     process.close()
 
 
 def test_frames_in_files_are_decoded_as_images(process):
     times = IN_WORDS.times_of(3, 2.0, [0, 1, 2])
     files = [encoded(np.full((24, 16, 3), 40 * index, np.uint8)) for index in range(3)]
-    clip = process.frames(files, times, 1000)
+    clip = process.frames(files, times, ROOM)
     assert light_of(clip) == [0, 40, 80, 80] and clip.times == times
     with pytest.raises(UndecodableError, match="not an image file"):
-        process.frames([*files, b"text"], times, 1000)
+        process.frames([*files, b"text"], times, ROOM)
     with pytest.raises(UndecodableError, match="several sizes"):
-        process.frames([*files, encoded(picture(24, 24))], times, 1000)
+        process.frames([*files, encoded(picture(24, 24))], times, ROOM)
 
 
 def test_prompts_and_chats_have_files(tmp_path):
@@ -206,7 +240,7 @@ def test_frames_that_a_cut_has_hidden_are_not_seen(process):
     with av.open(io.BytesIO(file.getvalue())) as found:
         assert found.streams.video[0].frames == 20
         assert len(list(found.decode(video=0))) < 20, "nothing is hidden"
-    clip = process.video(file.getvalue(), 1000)
+    clip = process.video(file.getvalue(), ROOM)
     assert len(clip.pairs) == 2 and light_of(clip)[0] > 30
 
 
@@ -214,10 +248,10 @@ def test_a_title_in_another_encoding_does_no_harm(process):
     title = "caf\xe9".encode()
     data = video_file("avi", title="caf\xe9")
     assert title in data
-    clip = process.video(data.replace(title, b"caf\xe9\x20"), 1000)
+    clip = process.video(data.replace(title, b"caf\xe9\x20"), ROOM)
     assert len(clip.pairs) == 2
 
 
 def test_a_path_that_is_too_long_is_no_directory(process):
     with pytest.raises(ValidationError, match="no such file"):
-        read_video("video", "a" * 5000, SPEC, process, MediaConfig(), 100)
+        read_video("video", "a" * 5000, SPEC, process, MediaConfig(), ROOM)

@@ -6,9 +6,9 @@ pytest.importorskip("PIL")
 
 from jaxllm import LLM
 from tests.drafts import MIXED, RIGHT, WRONG, told
+from tests.media.answers import PARAMS, answers, assert_equal, taken
 from tests.media.models import OPTIONS, make_model, make_qwen2_5, make_qwen3_5
-from tests.media.test_engine import ENDS, assert_equal
-from tests.media.test_qwen import MARK, PARAMS, PROMPTS
+from tests.media.test_qwen import MARK, PROMPTS
 
 NGRAM = {
     "method": "ngram",
@@ -24,12 +24,6 @@ KINDS = {
 LONG = PARAMS.clone(max_tokens=30, ignore_eos=True)
 
 
-def answers(llm, prompts):
-    outputs = llm.generate(prompts, LONG, use_tqdm=False)
-    assert {output.outputs[0].finish_reason for output in outputs} <= ENDS
-    return [(its.outputs[0].token_ids, its.outputs[0].logprobs) for its in outputs], outputs
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_answer(kind, tmp_path):
@@ -37,7 +31,8 @@ def test_drafts_change_no_answer(kind, tmp_path):
     model = make(tmp_path / "model")
     prompts = [one | {"prompt": one["prompt"].replace(MARK, mark)} for one in PROMPTS]
     plain = LLM(model, **OPTIONS, **options)
-    expected, outputs = answers(plain, prompts)
+    outputs = plain.generate(prompts, LONG, use_tqdm=False)
+    expected = taken(outputs)
     plain.shutdown()
     with told() as script:
         llm = LLM(model, **OPTIONS, **options, speculative_config=NGRAM)
@@ -48,7 +43,7 @@ def test_drafts_change_no_answer(kind, tmp_path):
                     script.learn(output.prompt_token_ids, None, tokens, is_wrong)
                 before = llm.llm_engine.stats().num_accepted_tokens
                 for _ in range(2):  # the second time from the prefix cache
-                    assert_equal(answers(llm, prompts)[0], expected)
+                    assert_equal(answers(llm, prompts, LONG), expected)
                 gained = llm.llm_engine.stats().num_accepted_tokens - before
                 assert (gained == 0) == (is_wrong is WRONG)
         finally:

@@ -1,5 +1,7 @@
 """Prompts with images: the tokens are those of transformers, whatever else the engine does."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -7,14 +9,24 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
+from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
+from jaxllm.plan.make_plan import make_plan
+from jaxllm.testing import make_tiny_checkpoint
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import OPTIONS, encoded, make_pixtral, picture
 
 IMAGE_TOKEN = 3
-ENDS = {"length", "stop"}  # not that a step has failed
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 # A picture that steps of 32 tokens cut, one of a single token, one that is made smaller.
 LARGE, SMALL, LONG = picture(64, 64), picture(3, 2, 1), picture(30, 200, 2)
 
@@ -31,20 +43,6 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def answers(llm, prompts, params=PARAMS):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert {one.finish_reason for output in outputs for one in output.outputs} <= ENDS
-    return [(one.token_ids, one.logprobs) for output in outputs for one in output.outputs]
-
-
-def assert_equal(found, expected):
-    for (tokens, logprobs), (wanted, of_wanted) in zip(found, expected, strict=True):
-        assert tokens == wanted
-        for position, its in zip(logprobs, of_wanted, strict=True):
-            for token, value in its.items():
-                assert abs(position[token].logprob - value.logprob) < 1e-4
-
-
 @pytest.fixture(scope="module")
 def llm(vision_model):
     llm = LLM(vision_model, **OPTIONS)
@@ -54,12 +52,7 @@ def llm(vision_model):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """The answer to each prompt, alone and without anything cached."""
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 @pytest.mark.oracle
@@ -89,11 +82,9 @@ def compare(path, engine, prompts, side):
     for one in prompts:
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="np")
-        (output,) = engine.generate(one, PARAMS, use_tqdm=False)
-        ((tokens, logprobs),) = [(its.token_ids, its.logprobs) for its in output.outputs]
-        assert output.outputs[0].finish_reason in ENDS
-        if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
-            tokens = tokens[: tokens.index(IMAGE_TOKEN)]
+        params = PARAMS.clone(prompt_logprobs=0)
+        (output,) = engine.generate(one, params, use_tqdm=False)
+        tokens = before_marks(output, {IMAGE_TOKEN})
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             logits = oracle(
@@ -101,11 +92,7 @@ def compare(path, engine, prompts, side):
                 pixel_values=torch.tensor(made["pixel_values"]),
                 image_sizes=torch.tensor(made["image_sizes"]),
             ).logits[0]
-        expected = torch.log_softmax(logits, -1).numpy()[len(output.prompt_token_ids) - 1 :]
-        assert tokens == expected.argmax(-1)[: len(tokens)].tolist()
-        for position, its in zip(expected, logprobs[: len(tokens)], strict=False):
-            for token, value in its.items():
-                assert abs(value.logprob - position[token]) < 2e-3
+        assert_as_logits(output, tokens, logits)
 
 
 def test_alone_is_as_in_a_crowd(llm, alone):
@@ -122,7 +109,7 @@ def test_cached_is_as_cold_and_encodes_nothing(llm, alone):
     encoded_before = llm.llm_engine.stats().num_images_encoded
     (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
     assert output.num_cached_tokens > 64
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[:1])
+    assert_equal(taken([output]), alone[:1])
     assert llm.llm_engine.stats().num_images_encoded == encoded_before
 
 
@@ -319,3 +306,25 @@ def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
 def test_options_that_do_not_go_together_are_refused(vision_model, options, reason):
     with pytest.raises(ValidationError, match=reason):
         LLM(vision_model, **OPTIONS | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_mm_per_prompt": {"video": 2}}, {"limit_mm_per_prompt": {"image": 2, "video": 0}},
+        {"mm_processor_kwargs": {"fps": 1}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_text", [True, False], ids=["text", "without its processor"])
+def test_wishes_for_images_are_refused_where_there_are_none(
+    vision_model, is_text, options, tmp_path
+):
+    path = tmp_path / "model"
+    if is_text:
+        make_tiny_checkpoint(path)
+    else:
+        shutil.copytree(vision_model, path, ignore=lambda *_: {"preprocessor_config.json"})
+    with pytest.raises(ValidationError, match=f"{next(iter(options))}=.* text alone"):
+        LLM(path, **OPTIONS | options)
+    sees_no_more = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    make_plan(EngineConfig.create(path, **OPTIONS | sees_no_more))

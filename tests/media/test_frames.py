@@ -158,6 +158,7 @@ def test_frames_say_what_they_are():
         {"total_num_frames": 2}, {"speed": 2}, [2.0], {"do_sample_frames": 1},
         {"do_sample_frames": np.array([1, 0])}, {"do_sample_frames": True, "total_num_frames": 3},
         {"do_sample_frames": True, "frames_indices": [0, 1, 2]},
+        {"duration": "2"}, {"width": 2.5}, {"height": [24]}, {"video_backend": 1},
     ],
 )  # fmt: skip
 def test_malformed_words_of_frames_are_refused(given):
@@ -170,7 +171,11 @@ def model(tmp_path_factory):
     return make_qwen3(tmp_path_factory.mktemp("qwen"))
 
 
-def read(model, path, *, kwargs=(), file=None, max_videos=8, wants=True):
+def read(*args, **kwargs):
+    return read_spec(*args, **kwargs).video
+
+
+def read_spec(model, path, *, kwargs=(), file=None, max_videos=8, wants=True):
     """How videos are made, with such a file of their processor."""
     tokens = VideoWanted(6, 4, 5, None)
     wanted = Wanted("Qwen2VLImageProcessor", 4, 2, 3, video=tokens)
@@ -184,7 +189,7 @@ def read(model, path, *, kwargs=(), file=None, max_videos=8, wants=True):
         path, wanted, changes=changes, max_images=1, max_videos=max_videos, wants_videos=wants
     )
     assert spec is not None
-    return spec.video
+    return spec
 
 
 def test_files_say_how_videos_are_made(model, tmp_path):
@@ -199,6 +204,16 @@ def test_files_say_how_videos_are_made(model, tmp_path):
     # As transformers writes what it does not use.
     nulls = dict.fromkeys(("fps", "num_frames", "min_frames", "max_frames", "cap_pixels_per_frame"))
     assert read(model, tmp_path, file={"size": size} | nulls) == IN_WORDS
+    nested = {"video_processor": {"size": size, "fps": 3}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert read(model, tmp_path, file=file).fps == 3.0, "transformers takes this one, too"
+    (tmp_path / "processor_config.json").unlink()
+    # As does what is nested of images, and where nothing else is said of videos, their own file.
+    fields = read_json(model / "preprocessor_config.json")
+    nested = {"image_processor": fields | {"size": {"shortest_edge": 256, "longest_edge": 1024}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert read_spec(model, tmp_path).resizing == Area(min_pixels=256, max_pixels=1024)
+    (tmp_path / "processor_config.json").unlink()
     of_file = read(model, tmp_path, file=file | {"fps": None, "num_frames": 9})
     assert of_file == msgspec.structs.replace(IN_WORDS, num_frames=9)
     assert read(model, tmp_path, file=file | {"num_frames": 9}, kwargs={"fps": 3}).fps == 3.0

@@ -9,16 +9,23 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
 from jaxllm.media.host import Images
 from jaxllm.media.item import ImageItem
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import OPTIONS, make_gemma3, picture
-from tests.media.test_engine import answers, assert_equal
 
 SOFT = 3
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 MARK = "<start_of_image>"
 STEPS = OPTIONS | {"max_num_batched_tokens": 32}
 PICTURES = [picture(64, 64), picture(3, 2, 1), picture(15, 120, 2), picture(32, 32, 3)]
@@ -50,11 +57,7 @@ def llm(model):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 @pytest.mark.oracle
@@ -69,20 +72,12 @@ def test_answers_are_those_of_transformers(model, llm):
     for one, output in zip(PROMPTS, outputs, strict=True):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         pixels = processor(images, return_tensors="pt")["pixel_values"]
-        tokens = output.outputs[0].token_ids
-        if SOFT in tokens:  # which transformers would take for an image without pixels
-            tokens = tokens[: tokens.index(SOFT)]
+        tokens = before_marks(output, {SOFT})
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             is_image = (ids == SOFT).long()
             logits = oracle(ids, pixel_values=pixels, token_type_ids=is_image).logits[0]
-        expected = torch.log_softmax(logits, -1).numpy()
-        first = len(output.prompt_token_ids)
-        assert tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
-        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
-        for position, its in zip(expected, found, strict=False):
-            for token, value in its.items():
-                assert abs(value.logprob - position[token]) < 2e-3
+        assert_as_logits(output, tokens, logits)
 
 
 def test_alone_is_as_in_a_crowd(llm, alone):
@@ -99,7 +94,7 @@ def test_cached_is_as_cold(llm, alone):
     (output,) = llm.generate(PROMPTS[3], PARAMS, use_tqdm=False)
     ids, cached = output.prompt_token_ids, output.num_cached_tokens
     assert cached > 64 and SOFT == ids[cached - 1] == ids[cached]
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[3:])
+    assert_equal(taken([output]), alone[3:])
 
 
 def test_steps_of_other_sizes_answer_the_same(model, alone):

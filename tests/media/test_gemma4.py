@@ -10,15 +10,22 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import OPTIONS, make_gemma4, picture
-from tests.media.test_engine import answers, assert_equal
 
 SOFT, MARK = 3, "<|image|>"
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 STEPS = OPTIONS | {"max_num_batched_tokens": 80}  # one image of 70 tokens, and no more
 # None of an image that sees itself is longer than the longest that the processor makes.
 PICTURES = [picture(64, 64), picture(3, 2, 1), picture(15, 120, 2), picture(200, 30, 3)]
@@ -50,11 +57,7 @@ def llm(model):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 def check_against_transformers(model, llm):
@@ -73,9 +76,7 @@ def check_against_transformers(model, llm):
     for one, output in zip(PROMPTS, outputs, strict=True):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="pt")
-        tokens = output.outputs[0].token_ids
-        if SOFT in tokens:  # which transformers would take for an image without pixels
-            tokens = tokens[: tokens.index(SOFT)]
+        tokens = before_marks(output, {SOFT})
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             logits = oracle(
@@ -84,13 +85,7 @@ def check_against_transformers(model, llm):
                 image_position_ids=made["image_position_ids"],
                 mm_token_type_ids=(ids == SOFT).long(),
             ).logits[0]
-        expected = torch.log_softmax(logits, -1).numpy()
-        first = len(output.prompt_token_ids)
-        assert tokens and tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
-        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
-        for position, its in zip(expected, found, strict=False):
-            for token, value in its.items():
-                assert abs(value.logprob - position[token]) < 2e-4
+        assert_as_logits(output, tokens, logits, bound=2e-4)
 
 
 @pytest.mark.oracle
@@ -117,7 +112,7 @@ def test_in_a_crowd_and_cached_is_as_alone(llm, alone):
     (output,) = llm.generate(PROMPTS[2], PARAMS, use_tqdm=False)
     ids, cached = output.prompt_token_ids, output.num_cached_tokens
     assert cached > 64 and SOFT == ids[cached - 1] == ids[cached]
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:])
+    assert_equal(taken([output]), alone[2:])
 
 
 @pytest.mark.sweep

@@ -9,18 +9,25 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.errors import CheckpointError, JaxLLMError, UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.resizing import Tiles
 from jaxllm.models.architecture import read_architecture
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import OPTIONS, make_internvl, picture
-from tests.media.test_engine import answers, assert_equal
 
 SOFT, OPENS, CLOSES = 3, 4, 5
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 MARK = "<IMG_CONTEXT>"
 # A tile has 16 tokens, so steps of 32 tokens cut images.
 STEPS = OPTIONS | {"max_num_batched_tokens": 32, "max_model_len": 512}
@@ -62,11 +69,7 @@ def llm(model):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 @pytest.mark.oracle
@@ -119,18 +122,11 @@ def compare(path, llm, of_tile):
         for tiles, text in zip(made["num_patches"].tolist(), rest, strict=True):
             wanted += [OPENS, *[SOFT] * of_tile * tiles, CLOSES, *tokenizer.encode(text)]
         assert output.prompt_token_ids == wanted
-        tokens = output.outputs[0].token_ids
-        if SOFT in tokens:  # which transformers would take for an image without pixels
-            tokens = tokens[: tokens.index(SOFT)]
+        tokens = before_marks(output, {SOFT})
         ids = torch.tensor([wanted + tokens])
         with torch.no_grad():
             logits = oracle(ids, pixel_values=made["pixel_values"]).logits[0]
-        expected = torch.log_softmax(logits, -1).numpy()
-        assert tokens == expected[len(wanted) - 1 :].argmax(-1)[: len(tokens)].tolist()
-        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
-        for position, its in zip(expected, found, strict=False):
-            for token, value in its.items():
-                assert abs(value.logprob - position[token]) < 2e-3
+        assert_as_logits(output, tokens, logits)
 
 
 def test_crowds_caches_and_steps_change_nothing(llm, alone):
@@ -145,7 +141,7 @@ def test_crowds_caches_and_steps_change_nothing(llm, alone):
     (output,) = llm.generate(PROMPTS[2], PARAMS, use_tqdm=False)
     ids, cached = output.prompt_token_ids, output.num_cached_tokens
     assert cached > 32 and SOFT == ids[cached - 1] == ids[cached]
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:3])
+    assert_equal(taken([output]), alone[2:3])
     assert llm.llm_engine.stats().num_images_encoded == encoded
 
 

@@ -9,12 +9,21 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.media.preprocessor import read_image_spec
 from jaxllm.media.processors.files import Wanted
 from jaxllm.media.resizing import Area
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import (
     OPTIONS,
     make_qwen2_5,
@@ -24,10 +33,8 @@ from tests.media.models import (
     make_qwen3_moe,
     picture,
 )
-from tests.media.test_engine import ENDS, answers, assert_equal
 
 IMAGE_TOKEN = 3
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 # One of 64 tokens, which steps of 32 tokens cut; one of 4 tokens; one of 2 x 16, in which the text
 # goes on far behind its tokens' number.
@@ -73,12 +80,7 @@ def llm(model, options):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """The answer to each prompt, alone and without anything cached."""
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 @pytest.mark.oracle
@@ -94,22 +96,12 @@ def test_answers_are_those_of_transformers(model, llm):
     for one, output in zip(PROMPTS, outputs, strict=True):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="pt")
-        tokens = output.outputs[0].token_ids
-        assert output.outputs[0].finish_reason in ENDS
-        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
-        if IMAGE_TOKEN in tokens:  # which transformers would take for an image without pixels
-            tokens = tokens[: tokens.index(IMAGE_TOKEN)]
+        tokens = before_marks(output, {IMAGE_TOKEN})
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             is_image = (ids == IMAGE_TOKEN).long()
             logits = oracle(ids, **made, mm_token_type_ids=is_image).logits[0]
-        expected = torch.log_softmax(logits, -1).numpy()
-        first = len(output.prompt_token_ids)
-        assert tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
-        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
-        for position, its in zip(expected, found, strict=False):
-            for token, value in its.items():
-                assert abs(value.logprob - position[token]) < 2e-3
+        assert_as_logits(output, tokens, logits)
 
 
 def test_alone_is_as_in_a_crowd(llm, alone):
@@ -125,7 +117,7 @@ def test_cached_is_as_cold(llm, alone):
     answers(llm, [PROMPTS[2]])
     (output,) = llm.generate(PROMPTS[2], PARAMS, use_tqdm=False)
     assert output.num_cached_tokens > 64
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[2:3])
+    assert_equal(taken([output]), alone[2:3])
 
 
 @pytest.mark.parametrize(

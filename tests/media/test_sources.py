@@ -4,11 +4,13 @@ import base64
 import http.server
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("PIL")
 
+from jaxllm.media import fetch
 from jaxllm.media.chat import has_images, take_images
 from jaxllm.media.resizing import UndecodableError
 from jaxllm.media.sources import read_url
@@ -107,6 +109,22 @@ def test_a_host_that_the_operator_names_is_asked(host):
     }
     assert read_url(f"http://{host}/a?b=1#part", LOCAL) == b"picture"
     assert read_url(f"http://{host}/moved", LOCAL) == b"picture"
+
+
+def test_more_bytes_have_more_time(host, monkeypatch):
+    Handler.places = {"/a": (200, {"Content-Length": "1"}, b"a")}
+    deadlines = []
+    get = fetch._get
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(fetch, "_get", lambda *args: deadlines.append(args[1]) or get(*args))
+    for most in (1 << 10, fetch.MAX_BYTES, fetch.MAX_VIDEO_BYTES):
+        assert read_url(f"http://{host}/a", LOCAL, most) == b"a"
+    assert (
+        deadlines[0]
+        == deadlines[1]
+        < deadlines[2]
+        == (deadlines[0] * fetch.MAX_VIDEO_BYTES / fetch.MAX_BYTES)
+    )
 
 
 def test_redirects_are_checked_as_urls_are(host):

@@ -10,9 +10,18 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.errors import ValidationError
 from jaxllm.files import read_json
+from tests.media.answers import (
+    PARAMS,
+    answers,
+    assert_as_logits,
+    assert_equal,
+    before_marks,
+    each_alone,
+    taken,
+)
 from tests.media.models import (
     OPTIONS,
     encoded,
@@ -21,10 +30,8 @@ from tests.media.models import (
     make_qwen3_5,
     picture,
 )
-from tests.media.test_engine import ENDS, answers, assert_equal
 
 IMAGE, START, END, VIDEO = 3, 4, 5, 6
-PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
 IMAGE_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 KINDS = {"qwen2.5": make_qwen2_5, "qwen3": make_qwen3, "qwen3.5": make_qwen3_5}
@@ -74,12 +81,7 @@ def llm(model, options):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """The answer to each prompt, alone and without anything cached."""
-    found = []
-    for one in PROMPTS:
-        assert llm.reset_prefix_cache()
-        found += answers(llm, [one])
-    return found
+    return each_alone(llm, PROMPTS)
 
 
 def is_in_positions(model):
@@ -150,10 +152,7 @@ def test_answers_are_those_of_transformers(model, llm):
         images = [Image.fromarray(image) for image in data.get("image", ())]
         if images:
             its |= processor(images, return_tensors="pt")
-        tokens = output.outputs[0].token_ids
-        assert output.outputs[0].finish_reason in ENDS
-        places = [place for place, token in enumerate(tokens) if token in (IMAGE, VIDEO)]
-        tokens = tokens[: min(places, default=len(tokens))]  # what transformers takes for more
+        tokens = before_marks(output, {IMAGE, VIDEO})
         ids = output.prompt_token_ids + tokens
         in_order = list(grids)
         if is_in_positions(model):
@@ -165,13 +164,7 @@ def test_answers_are_those_of_transformers(model, llm):
         kinds = [1 if token == IMAGE else 2 * (token == VIDEO) for token in ids]
         with torch.no_grad():
             found = oracle(torch.tensor([ids]), **its, mm_token_type_ids=torch.tensor([kinds]))
-        expected = torch.log_softmax(found.logits[0], -1).numpy()
-        first = len(output.prompt_token_ids)
-        assert tokens == expected[first - 1 :].argmax(-1)[: len(tokens)].tolist()
-        logprobs = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs[: len(tokens)]]
-        for position, of_tokens in zip(expected, logprobs, strict=False):
-            for token, value in of_tokens.items():
-                assert abs(value.logprob - position[token]) < 2e-3
+        assert_as_logits(output, tokens, found.logits[0])
 
 
 def test_tokens_are_placed_as_the_processor_does(model, llm):
@@ -212,7 +205,7 @@ def test_cached_is_as_cold_and_encodes_nothing(llm, alone):
     (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
     after = llm.llm_engine.stats()
     assert output.num_cached_tokens >= 32
-    assert_equal([(output.outputs[0].token_ids, output.outputs[0].logprobs)], alone[:1])
+    assert_equal(taken([output]), alone[:1])
     assert after.num_images_encoded == before.num_images_encoded
     assert after.num_images == before.num_images + 4  # pairs
 
