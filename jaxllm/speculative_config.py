@@ -93,6 +93,8 @@ class Speculation:
     drafts_by_requests: tuple[int, ...] = ()
     # Whether layers of the model keep states; the plan knows.
     keeps_states: bool = False
+    # Whether one host has all devices of a replica; the plan knows.
+    is_on_one_host: bool = True
 
     def check(self, tensor_parallel_size: int, num_stages: int) -> None:
         """Refuse devices that it does not run on."""
@@ -114,9 +116,10 @@ class Speculation:
 
     @property
     def verifies_late(self) -> bool:
-        """Whether rows with a grammar may have drafts, which a second program verifies: if they are
-        known before the step, and if no states go on over those that are right."""
-        return self.proposes and not self.keeps_states
+        """Whether rows with a grammar may have drafts, which a second program verifies: if the host
+        can read them in time, and if no states go on over those that are right. What is proposed
+        comes with the tokens of the step before, and other drafts come from a device of its own."""
+        return (self.proposes or self.is_on_one_host) and not self.keeps_states
 
     @property
     def max_rows(self) -> int:

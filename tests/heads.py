@@ -1,6 +1,7 @@
 """Tiny heads that draft: written beside a tiny model, and computed by plain formulas."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.draft_head import HeadSpec
 from jaxllm.models.read_eagle import read_eagle
 from jaxllm.models.registry import ModelRegistry
+from jaxllm.testing import make_tiny_checkpoint
 from jaxllm.weights.loader import parameters_of, sources_of
 
 Tensors = dict[str, np.ndarray]
@@ -36,6 +38,46 @@ def add_mtp(model: Path, **exactly: np.ndarray) -> Tensors:
     file = model / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
     return tensors
+
+
+def its_own_head(path: Path, window: int) -> str:
+    """A model of one layer with a window, and a head with its weights, which goes by the tokens
+    alone: both guess the same of a text longer than the window."""
+    path = make_tiny_checkpoint(
+        path,
+        "mimo_v2",
+        num_hidden_layers=1,
+        layer_types=["sliding_attention"],
+        mlp_layer_types=["dense"],
+        sliding_window=window,
+    )
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    embed = tensors["model.embed_tokens.weight"]
+    # So that the norm of embeddings changes nothing.
+    embed /= np.sqrt(np.mean(np.square(embed), axis=1, keepdims=True))
+    save_file(tensors, file, metadata={"format": "pt"})
+    size = embed.shape[1]
+    itself = {
+        name.split(".")[-2].replace("post_attention", "pre_mlp"): value
+        for name, value in tensors.items()
+        if ".layers.0." in name and name.endswith(".weight")
+    }
+    add_mtp(
+        path,
+        **itself,
+        enorm=np.ones(size, np.float32),
+        eh_proj=np.eye(size, 2 * size, dtype=np.float32),
+        final_layernorm=tensors["model.norm.weight"],
+    )
+    # The model's sinks, whose name is not that of a weight.
+    sinks = {
+        "model.mtp.layers.0.self_attn.attention_sink_bias": tensors[
+            "model.layers.0.self_attn.attention_sink_bias"
+        ]
+    }
+    save_file(load_file(file) | sinks, file, metadata={"format": "pt"})
+    return str(path)
 
 
 def make_eagle(path: Path, model: Path, method: Literal["eagle", "eagle3"], **config: Any) -> Path:
@@ -82,14 +124,15 @@ class Formulas:
         self._head = load_file(head / "model.safetensors")
         self._taps = taps
 
-    def drafts(self, text: list[int], count: int) -> list[int]:
-        """The tokens that the head guesses after a text, greedily."""
+    def drafts(self, text: list[int], count: int, among: Sequence[int] | None = None) -> list[int]:
+        """The tokens that the head guesses after a text, greedily, of all or of some."""
+        among = range(self._config["vocab_size"]) if among is None else among
         embed = self._model["model.embed_tokens.weight"]
         hidden = self._hidden(text)[:-1]
         tokens = text[1:]
         for _ in range(count):
             out = self._read(embed[tokens], hidden)
-            tokens = [*tokens, int(np.argmax(self._logits(out[-1])))]
+            tokens = [*tokens, among[int(np.argmax(self._logits(out[-1])[[*among]]))]]
             hidden = np.concatenate([hidden, out[-1:]])
         return tokens[-count:]
 

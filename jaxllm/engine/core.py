@@ -223,12 +223,13 @@ class EngineCore:
         """Let the newest step sample its late rows, if it has not and all tokens before theirs are
         known. It does so before the next step is planned, so that step finds everything as it would
         after any other step."""
-        if not self.in_flight.awaits_masks:
+        if not self.in_flight.awaits_masks or not self._structured_output.knows_tokens:
             return
+        drafts = self.in_flight.late_drafts()
+        if not self.in_flight.awaits_masks:
+            return  # there are none
         start = self._clock()
-        masks = self._structured_output.masks()
-        if masks is not None:
-            self.in_flight.sample(masks)
+        self.in_flight.sample(self._structured_output.masks(drafts))
         self._stats.mask_s += self._clock() - start
 
     def _collect(self) -> list[EngineOutput]:

@@ -12,6 +12,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxllm.engine.pace import Pace
 from jaxllm.executor.base import Executor, PendingResult
 from jaxllm.executor.profiler import Profiler
@@ -118,6 +120,16 @@ class InFlight:
             self._count_stages(schedule)
         if self._pace is not None:
             self._pace.planned(self._clock() - begun)
+
+    def late_drafts(self) -> np.ndarray | None:
+        """The drafts of the newest step's late rows, as in `Executor`. If that fails, it is as if
+        the step had not been dispatched."""
+        try:
+            return self.executor.late_drafts()
+        except Exception as error:
+            self.awaits_masks = False
+            self._steps[-1] = (self._steps[-1][0], _NotDispatched(error))
+            return None
 
     def sample(self, masks: LateMasks) -> None:
         """Let the newest step sample its late rows, with a mask for each. If that fails, it is as

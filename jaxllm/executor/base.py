@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import numpy as np
+
 from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
@@ -48,6 +50,11 @@ class Executor(Protocol):
     def execute(self, schedule: Schedule) -> PendingResult:
         """Dispatch a step and return at once; raise if it cannot be dispatched. A step with late
         rows is complete after `sample`, which must come before the next step."""
+        ...
+
+    def late_drafts(self) -> np.ndarray | None:
+        """Wait for the drafts of the newest step's late rows, int32 [n, k]: in their order, those
+        of rows with drafts. None: they came as proposals, or there are none."""
         ...
 
     def sample(self, masks: LateMasks) -> None:

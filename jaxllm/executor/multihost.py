@@ -237,6 +237,9 @@ class MultiHostExecutor:
             self._late = pending, its
         return pending
 
+    def late_drafts(self) -> None:
+        return None  # the plan has such drafts on one host only
+
     def sample(self, masks: LateMasks) -> None:
         self._link.send(self._others, encode(Sample(self._replica, masks)))
         if self._runner is None:

@@ -1,5 +1,7 @@
 """Runs steps in this process, on its devices."""
 
+import numpy as np
+
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
@@ -46,6 +48,9 @@ class UniProcExecutor:
 
     def execute(self, schedule: Schedule) -> PendingResult:
         return self._runner.execute(schedule)
+
+    def late_drafts(self) -> np.ndarray | None:
+        return self._runner.late_drafts()
 
     def sample(self, masks: LateMasks) -> None:
         self._runner.sample(masks)

@@ -83,7 +83,11 @@ def choose_speculation(
         num_free = DEFAULTS[platform].num_free_tokens
         most = max(num_free // width, 1)
         by_requests = (speculation.num_drafts,) * min(most, max_num_seqs)
-    return dataclasses.replace(speculation, drafts_by_requests=by_requests)
+    return dataclasses.replace(
+        speculation,
+        drafts_by_requests=by_requests,
+        is_on_one_host=config.parallel.nnodes == 1,
+    )
 
 
 def choose_max_num_batched_tokens(

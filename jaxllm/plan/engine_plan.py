@@ -134,10 +134,18 @@ class EnginePlan:
 
     @property
     def verifies_late(self) -> bool:
-        """Whether late rows may have drafts: the host must know them before it makes masks, so they
-        are proposed at the end of a step."""
+        """Whether late rows may have drafts."""
         speculation = self.speculation
         return self.samples_late and speculation is not None and speculation.verifies_late
+
+    @property
+    def num_ahead_rows(self) -> int:
+        """For how many late rows a program of its own can make drafts, so that the host has them
+        when it makes masks; 0: there is none, since nothing drafts, or at the end of steps."""
+        speculation = self.speculation
+        if speculation is None or speculation.proposes or not self.verifies_late:
+            return 0
+        return speculation.max_rows
 
     @property
     def host_reads_logits(self) -> bool:

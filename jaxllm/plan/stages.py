@@ -187,7 +187,8 @@ def sampling_bytes(
     kept_bytes: int = 0,
 ) -> int:
     """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
-    in flight and of the next one. `kept_bytes` are those that a head keeps of a slot."""
+    in flight and of the next one. `kept_bytes` are those that a head keeps of a
+    slot, and of a draft that the second program verifies."""
     of_device = num_logits // num_pieces(mesh, ("vocab",))
     tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
     in_slots = sum(table.size * table.dtype.itemsize for table in tables)
@@ -204,7 +205,9 @@ def sampling_bytes(
         logits = logits_sharding(mesh, host_reads=host_reads)
         places = num_rows
         if samples_late and speculation is not None and speculation.verifies_late:
-            places += min(num_rows, speculation.max_rows) * speculation.num_drafts
+            behind_drafts = min(num_rows, speculation.max_rows) * speculation.num_drafts
+            places += behind_drafts
+            in_slots += behind_drafts * kept_bytes
         of_step += 4 * math.prod(logits.shard_shape((places, num_logits)))
     return in_slots + (1 + num_stages) * of_step
 

@@ -28,7 +28,7 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs import writes
 from jaxllm.programs.compile import Program
-from jaxllm.runner.draft_model import make_read
+from jaxllm.programs.drafting import declare_drafting, num_drafting
 from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
@@ -39,14 +39,12 @@ from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step
 from jaxllm.sampling.logprobs import no_logprobs
 from jaxllm.sampling.slot_state import WORD_BITS, SlotRow
-from jaxllm.speculation.drafters import make_drafter
 from jaxllm.weights.loader import abstract_weights
 
 # Keys of the small programs beside the steps, whose keys are their buckets.
 MAKE_STATE = "make_state"
 WRITE_TABLES = "write_block_tables"
 WRITE_SLOT = "write_slot"
-ADMIT_DRAFTS = "admit_drafts"
 MAKE_ADAPTERS = "make_adapters"
 WRITE_ADAPTER = "write_adapter"
 WRITE_EMBEDS = "write_embeds"
@@ -60,15 +58,6 @@ class BlocksKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.way}_blocks {self.group}"
-
-
-class ReadKey(NamedTuple):
-    """The key of the program in which a draft model reads so many tokens."""
-
-    num_tokens: int
-
-    def __str__(self) -> str:
-        return f"read_draft {self.num_tokens}"
 
 
 class EncodeKey(NamedTuple):
@@ -97,6 +86,7 @@ def make_packer(plan: EnginePlan) -> StepPacker:
         reads_ahead=plan.draft_head is not None,
         read_sizes=plan.draft_model.read_sizes if plan.draft_model is not None else (),
         num_read_rows=plan.speculation.max_rows if plan.speculation is not None else 0,
+        num_ahead_rows=plan.num_ahead_rows,
         max_adapters=0 if plan.adapters is None else plan.adapters.max_loras,
         has_snapshots=plan.snapshots is not None,
     )
@@ -133,9 +123,6 @@ def stage_of(plan: EnginePlan, key: Hashable) -> StagePlan:
 def num_programs(plan: EnginePlan) -> int:
     """How many programs are declared: for each stage, its steps and its small programs."""
     late = late_keys(plan)
-    drafts = plan.speculation is not None and plan.speculation.proposes
-    if plan.draft_model is not None:
-        drafts = len(plan.draft_model.read_sizes)
     small = 2 + 2 * (plan.adapters is not None) + len(encoder_layouts(plan))
     small += plan.embeds is not None
     moving = 2 * sum(
@@ -145,7 +132,7 @@ def num_programs(plan: EnginePlan) -> int:
         if plan.offload is not None
     )
     return (
-        drafts
+        num_drafting(plan)
         + moving
         + sum(
             len(plan.buckets)
@@ -303,28 +290,8 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
-    if plan.draft_model is not None:
-        assert draft is not None
-        for layout in reversed(make_packer(plan).read_layouts.values()):
-            programs[ReadKey(layout.num_tokens)] = program(
-                f"read_draft_{layout.num_tokens}",
-                make_read(plan, lambda its: draft.merge(its[spec.num_weights :]), layout),
-                weights,
-                state,
-                place(layout.abstract(), everywhere),
-                donate=(1,),
-                out_shardings=kept,
-            )
-    if plan.speculation is not None and plan.speculation.proposes:
-        programs[ADMIT_DRAFTS] = program(
-            ADMIT_DRAFTS,
-            functools.partial(writes.admit_drafts, make_drafter(plan.speculation)),
-            state,
-            place(jax.ShapeDtypeStruct((), np.int32), everywhere),
-            place(jax.ShapeDtypeStruct((plan.max_model_len,), np.int32), everywhere),
-            donate=(0,),
-            out_shardings=kept,
-        )
+    if plan.speculation is not None:
+        programs |= declare_drafting(plan, make_packer(plan), program, weights, state, spec, draft)
     return programs
 
 

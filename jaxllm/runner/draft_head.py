@@ -30,9 +30,34 @@ from jaxllm.layers.rope import rotary
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Caches
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.drafting import Ends, Forward, Round, draft_in_rounds
+from jaxllm.runner.drafting import (
+    AheadRows,
+    Ends,
+    Forward,
+    Round,
+    draft_in_rounds,
+    rows_with_drafts,
+)
 from jaxllm.runner.inputs import PADDING_TOKEN, StepInputs, table_row
 from jaxllm.runner.state import DeviceState, DraftHeadState
+
+
+def note_verified(
+    plan: EnginePlan,
+    drafter: DraftHeadState,
+    slots: jax.Array,
+    num_drafts: jax.Array,
+    num_accepted: jax.Array,
+) -> DraftHeadState:
+    """Note the hidden state before the newest token of late rows whose drafts are verified now. The
+    step has noted the one before the drafts, and those behind each of them."""
+    assert drafter.behind is not None
+    rows = rows_with_drafts(plan, num_drafts)
+    accepted = num_accepted.at[rows].get(mode="fill", fill_value=0)
+    hidden = drafter.behind[jnp.arange(len(rows)), jnp.maximum(accepted - 1, 0)]
+    slots = slots.at[rows].get(mode="fill", fill_value=plan.max_num_seqs)
+    kept = jnp.where(accepted > 0, slots, plan.max_num_seqs)
+    return dataclasses.replace(drafter, hidden=drafter.hidden.at[kept].set(hidden, mode="drop"))
 
 
 class _Carried(NamedTuple):
@@ -52,9 +77,7 @@ class HeadDrafting:
     def taps(self) -> tuple[int, ...]:
         return self.head.spec.taps
 
-    def ahead(
-        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
-    ) -> DeviceState:
+    def ahead(self, rows: AheadRows, state: DeviceState) -> DeviceState:
         drafter: DraftHeadState = state.drafter
 
         def carried(slots: jax.Array) -> _Carried:
@@ -73,7 +96,7 @@ class HeadDrafting:
             logits = self.head.compute_logits(hidden, self.model.compute_logits)
             return logits, _Carried(caches, hidden)
 
-        state, its = draft_in_rounds(self.plan, inputs, context_lens, state, newest, carried, guess)
+        state, its = draft_in_rounds(self.plan, rows, state, carried, guess)
         drafter = dataclasses.replace(drafter, caches=its.caches)
         return dataclasses.replace(state, drafter=drafter)
 
@@ -86,7 +109,9 @@ class HeadDrafting:
         # The last token of each row that counts. Behind it are refused drafts.
         last = inputs.query_starts[1:] - 1 - num_drafts + ends.num_accepted
         last = jnp.where(ends.lengths > 0, last, len(forward.token_ids))
-        tokens = jnp.roll(forward.token_ids, -1).at[last].set(following, mode="drop")
+        # All drafts of a late row may still count.
+        end = last if inputs.num_drafts is None else last + jnp.where(inputs.samples, 0, num_drafts)
+        tokens = jnp.roll(forward.token_ids, -1).at[end].set(following, mode="drop")
         with jax.named_scope("read"):
             hidden = self.head.enter(forward.hidden, forward.tapped)
             drafter: DraftHeadState = state.drafter
@@ -100,8 +125,16 @@ class HeadDrafting:
                 forward.context,
             )
             kept = hidden.at[last].get(mode="fill", fill_value=0)
+            behind = drafter.behind
+            if behind is not None and inputs.num_drafts is not None:
+                rows = rows_with_drafts(self.plan, inputs.num_drafts)
+                first = last.at[rows].get(mode="fill", fill_value=len(hidden))[:, None] + 1
+                its = hidden.at[first + jnp.arange(behind.shape[1])].get(mode="fill", fill_value=0)
+                behind = behind.at[: len(rows)].set(its)
         drafter = DraftHeadState(
-            caches=caches, hidden=drafter.hidden.at[inputs.slots].set(kept, mode="drop")
+            caches=caches,
+            hidden=drafter.hidden.at[inputs.slots].set(kept, mode="drop"),
+            behind=behind,
         )
         return dataclasses.replace(state, drafter=drafter), jnp.zeros_like(ends.lengths)
 

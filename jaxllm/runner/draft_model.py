@@ -28,7 +28,7 @@ from jaxllm_kernels.ragged_paged_attention.api import SHORT_ROW, RaggedBatch
 from jaxllm.cache_groups import window_of
 from jaxllm.layers.context import StepContext
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.drafting import Ends, Forward, Round, draft_in_rounds
+from jaxllm.runner.drafting import AheadRows, Ends, Forward, Round, draft_in_rounds
 from jaxllm.runner.inputs import PADDING_TOKEN, StepInputs, table_row
 from jaxllm.runner.state import DeviceState, DraftModelState
 from jaxllm.scheduler.schedule import DraftReads
@@ -47,9 +47,7 @@ class ModelDrafting:
     model: Any
     taps: tuple[int, ...] = ()
 
-    def ahead(
-        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
-    ) -> DeviceState:
+    def ahead(self, rows: AheadRows, state: DeviceState) -> DeviceState:
         drafter: DraftModelState = state.drafter
 
         def carried(slots: jax.Array) -> _Carried:
@@ -73,7 +71,7 @@ class ModelDrafting:
             )
             return self.model.compute_logits(hidden[1::2]), _Carried(caches, rows.newest)
 
-        state, its = draft_in_rounds(self.plan, inputs, context_lens, state, newest, carried, guess)
+        state, its = draft_in_rounds(self.plan, rows, state, carried, guess)
         drafter = dataclasses.replace(drafter, caches=its.caches)
         return dataclasses.replace(state, drafter=drafter)
 
@@ -89,6 +87,20 @@ class ModelDrafting:
         noted = drafter.before.at[inputs.slots].set(before, mode="drop")
         state = dataclasses.replace(state, drafter=dataclasses.replace(drafter, before=noted))
         return state, jnp.zeros_like(ends.lengths)
+
+
+def note_verified(
+    drafter: DraftModelState, slots: jax.Array, num_accepted: jax.Array, tokens: jax.Array
+) -> DraftModelState:
+    """Note the token before the newest of late rows whose drafts are verified now: `tokens` are
+    those of `Ends`. The step has noted the one before the drafts."""
+    num_slots = len(drafter.before)
+    index = jnp.maximum(num_accepted - 1, 0)
+    before = jnp.take_along_axis(tokens, index[:, None], axis=1)[:, 0]
+    noted = drafter.before.at[jnp.where(num_accepted > 0, slots, num_slots)].set(
+        before, mode="drop"
+    )
+    return dataclasses.replace(drafter, before=noted)
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,8 @@
 """The seam between a step and what drafts: two calls in each step of an engine that speculates.
 
 `ahead` is called at the begin of a step whose rows have drafts, and may make them: a model or a
-head that drafts does it there, since the host has given these rows blocks for their drafts.
+head that drafts does it there, since the host has given these rows blocks for their drafts. For
+rows that sample late it is called in a program of its own before the step (`runner.ahead`).
 `after` is called at the end of every step. It notes what is needed later of the step's texts, and
 may propose drafts for the next step. A head reads the model's hidden states there.
 """
@@ -50,6 +51,25 @@ class Ends(NamedTuple):
         return jnp.take_along_axis(self.tokens, self.num_accepted[:, None], axis=1)[:, 0]
 
 
+def rows_with_drafts(plan: EnginePlan, num_drafts: jax.Array) -> jax.Array:
+    """The rows of a step with drafts, i32 [most], then R. `num_drafts` are those of its rows."""
+    assert plan.speculation is not None
+    num_rows = len(num_drafts)
+    most = min(num_rows, plan.speculation.max_rows)
+    return jnp.nonzero(num_drafts > 0, size=most, fill_value=num_rows)[0]
+
+
+class AheadRows(NamedTuple):
+    """Rows for which drafts are made, among others, which have none."""
+
+    slots: jax.Array  # i32 [R]
+    num_drafts: jax.Array  # i32 [R]
+    lengths: jax.Array  # i32 [R]: the tokens up to the newest
+    newest: jax.Array  # i32 [R]: the token before the drafts
+    prompt_lens: jax.Array  # i32 [R]
+    row_params: jax.Array  # i32 [R, columns]
+
+
 class Drafting(Protocol):
     """Makes the drafts of an engine; traced."""
 
@@ -58,12 +78,9 @@ class Drafting(Protocol):
         """The layers before which it needs the model's residual stream."""
         ...
 
-    def ahead(
-        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
-    ) -> DeviceState:
-        """Draft as many tokens for each row as the step verifies, if that is still to be done.
-        `newest` i32 [R] are the tokens before the drafts; the block tables of the state are those
-        of this step."""
+    def ahead(self, rows: AheadRows, state: DeviceState) -> DeviceState:
+        """Draft as many tokens for each row as the step verifies, if that is still to be done. The
+        block tables of the state are those of this step."""
         ...
 
     def after(
@@ -91,9 +108,7 @@ class Proposing:
     drafter: Drafter
     taps: tuple[int, ...] = ()
 
-    def ahead(
-        self, inputs: StepInputs, context_lens: jax.Array, state: DeviceState, newest: jax.Array
-    ) -> DeviceState:
+    def ahead(self, rows: AheadRows, state: DeviceState) -> DeviceState:
         return state
 
     def after(
@@ -168,10 +183,8 @@ class Round(NamedTuple):
 
 def draft_in_rounds(
     plan: EnginePlan,
-    inputs: StepInputs,
-    context_lens: jax.Array,
+    rows: AheadRows,
     state: DeviceState,
-    newest: jax.Array,
     carried: Callable[[jax.Array], Any],
     guess: Callable[[Round, Any], tuple[jax.Array, Any]],
 ) -> tuple[DeviceState, Any]:
@@ -182,29 +195,28 @@ def draft_in_rounds(
     once, in a loop that has no round if no row has drafts. The caches of a loop stay where they
     are; those of a conditional would be copied.
     """
-    assert plan.speculation is not None and inputs.num_drafts is not None
+    assert plan.speculation is not None
     assert state.drafts is not None and state.slots is not None
-    k, num_rows = plan.speculation.num_drafts, min(len(newest), plan.speculation.max_rows)
+    k, num_rows = plan.speculation.num_drafts, min(len(rows.slots), plan.speculation.max_rows)
     # The rows with the most drafts first, so that in each round the rows in it are the first.
-    counts, rows = jax.lax.top_k(inputs.num_drafts, num_rows)
-    slots = jnp.where(counts > 0, inputs.slots[rows], plan.max_num_seqs)
-    # How many tokens the row has: those in the caches, and the newest.
-    lengths = (context_lens - inputs.num_drafts)[rows]
-    params = row_params.decode(inputs.row_params[rows], plan.logits_processors)
+    counts, order = jax.lax.top_k(rows.num_drafts, num_rows)
+    rows = AheadRows(*(x[order] for x in rows))
+    slots = jnp.where(counts > 0, rows.slots, plan.max_num_seqs)
+    params = row_params.decode(rows.row_params, plan.logits_processors)
     params = dataclasses.replace(params, flags=params.flags & _NO_LOGPROBS)
-    prompt_lens, slot_state = inputs.prompt_lens[rows], state.slots
+    slot_state = state.slots
 
     def one_round(index: jax.Array, carry: tuple[Any, jax.Array, jax.Array]):
         its, drafts, newest = carry
         is_in = counts > index
-        ends = jnp.where(is_in, lengths + index, 0)
+        ends = jnp.where(is_in, rows.lengths + index, 0)
         logits, its = guess(Round(slots, is_in, ends, newest), its)
         sampled = sample(
             _fitted(logits, plan.num_logits),
             params,
             slots=slots,
             samples=is_in,
-            output_index=ends - prompt_lens,
+            output_index=ends - rows.prompt_lens,
             positions=ends,
             state=slot_state,
             num_logprobs=0,
@@ -218,7 +230,7 @@ def draft_in_rounds(
     none = jnp.full((num_rows, k), NO_TOKEN, jnp.int32)
     with jax.named_scope("draft"):
         its, drafts, _ = jax.lax.fori_loop(
-            0, counts[0], one_round, (carried(slots), none, newest[rows])
+            0, counts[0], one_round, (carried(slots), none, rows.newest)
         )
     drafts = state.drafts.at[slots].set(drafts, mode="drop")
     return dataclasses.replace(state, drafts=drafts), its

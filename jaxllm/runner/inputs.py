@@ -78,6 +78,20 @@ def table_row(group: Any, slot: Any, num_slots: int) -> Any:
     return group * num_slots + slot
 
 
+def write_block_updates(
+    updates: np.ndarray, room: np.ndarray, *, num_slots: int, num_groups: int
+) -> np.ndarray:
+    """Write (group, slot, index, block) as (row of the tables, index, block), then padding."""
+    count = len(updates)
+    if count:
+        room[:count] = updates[:, 1:]
+        if num_groups > 1:
+            room[:count, 0] = table_row(updates[:, 0], updates[:, 1], num_slots)
+    if count < len(room):
+        room[count:, 0] = num_slots * num_groups
+    return room
+
+
 class InputLayout:
     """Where each field of a bucket's StepInputs lies in the packed buffer."""
 
@@ -100,7 +114,7 @@ class InputLayout:
         self._slices: dict[str, dict[str, str]] = {}
         self._has_drafts = speculates and not bucket.decode_only
         self._num_slots = num_slots
-        self._num_table_rows = num_slots * num_cache_groups
+        self._num_cache_groups = num_cache_groups
         tokens, rows = bucket.num_tokens, bucket.num_rows
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (tokens,),
@@ -201,15 +215,9 @@ class InputLayout:
         return self._write_updates(updates, np.empty((len(updates), 3), np.int32))
 
     def _write_updates(self, updates: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """Write (group, slot, index, block) as (row of the tables, index, block), then padding."""
-        count = len(updates)
-        if count:
-            room[:count] = updates[:, 1:]
-            if self._num_table_rows > self._num_slots:  # more groups than one
-                room[:count, 0] = table_row(updates[:, 0], updates[:, 1], self._num_slots)
-        if count < len(room):
-            room[count:, 0] = self._num_table_rows
-        return room
+        return write_block_updates(
+            updates, room, num_slots=self._num_slots, num_groups=self._num_cache_groups
+        )
 
     def unpack(self, buffer: jax.Array) -> StepInputs:
         """Cut the buffer into fields; traced."""

@@ -7,9 +7,10 @@ other rows. The masks of the late rows need tokens of the step before, which the
 meanwhile. There is one such program per number of rows, whatever the kind of step: it sees logits
 and no tokens of prompts. A step without late rows is one program, as if there were no other.
 
-In an engine whose drafter proposes, steps in which rows may have drafts have a program of their
-own, since they leave logits behind each draft. It verifies the drafts of late rows, and all these
-programs propose the next ones. The host knows which drafts the grammar takes, and no others count.
+In an engine that speculates, steps in which rows may have drafts have a program of their own, since
+they leave logits behind each draft. It verifies the drafts of late rows. If the drafter proposes,
+all these programs propose the next ones; a draft model or a head goes ahead in a program before the
+step (`runner.ahead`). The host knows which drafts the grammar takes, and no others count.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ import numpy as np
 
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.runner import draft_head, draft_model
 from jaxllm.runner.drafting import Ends, Proposing
 from jaxllm.runner.inputs import SlotTable
 from jaxllm.runner.outputs import DraftedOutputs
@@ -81,19 +83,32 @@ class Tables(NamedTuple):
     tokens: Any
     slots: Any
     lengths: Any
-    drafts: Any  # None if late rows have no drafts
-    drafter: Any
+    drafts: Any  # None if late rows have no drafts, or the program proposes none
+    drafter: Any  # None if late rows have no drafts; without the caches of weights that draft
 
     @classmethod
     def of(cls, plan: EnginePlan, state: DeviceState) -> "Tables":
-        drafts = (state.drafts, state.drafter) if plan.verifies_late else (None, None)
-        return cls(state.tokens, state.slots, state.lengths, *drafts)
+        tables = cls(state.tokens, state.slots, state.lengths, None, None)
+        if not plan.verifies_late:  # the state may have drafts nevertheless
+            return tables
+        if plan.draft is None:
+            return tables._replace(drafts=state.drafts, drafter=state.drafter)
+        return tables._replace(drafter=dataclasses.replace(state.drafter, caches=()))
 
     def put_into(self, state: DeviceState) -> DeviceState:
-        its = self._asdict()
-        if self.drafts is None:  # the state may have some nevertheless
-            del its["drafts"], its["drafter"]
-        return dataclasses.replace(state, **its)
+        drafts, drafter = state.drafts, state.drafter
+        if self.drafts is not None:
+            drafts, drafter = self.drafts, self.drafter
+        elif self.drafter is not None:
+            drafter = dataclasses.replace(self.drafter, caches=drafter.caches)
+        return dataclasses.replace(
+            state,
+            tokens=self.tokens,
+            slots=self.slots,
+            lengths=self.lengths,
+            drafts=drafts,
+            drafter=drafter,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -202,19 +217,13 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
         if left.drafted is not None:
             lengths += its.num_accepted
             ends = Ends(its.tokens, its.num_accepted, lengths)
-            proposed = _proposing(plan).propose(
-                inputs.slots, inputs.samples, ends, tables.drafts, tables.drafter
-            )
             kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
-            tables = tables._replace(
-                lengths=tables.lengths.at[kept].set(lengths, mode="drop"),
-                drafts=proposed.table,
-                drafter=proposed.drafter,
-            )
+            tables = tables._replace(lengths=tables.lengths.at[kept].set(lengths, mode="drop"))
+            tables, num_proposed, proposals = _go_on(plan, inputs, ends, tables)
             drafted = DraftedOutputs(
-                figures=merged(its.figures(proposed.num_proposed), left.drafted.figures),
+                figures=merged(its.figures(num_proposed), left.drafted.figures),
                 logprobs=jax.tree.map(merged, its.more_logprobs, left.drafted.logprobs),
-                proposals=proposed.drafts,
+                proposals=proposals,
             )
         return tables, Left(
             tokens=merged(its.tokens[:, 0], left.tokens),
@@ -225,9 +234,26 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
     return sample_late
 
 
-def _proposing(plan: EnginePlan) -> Proposing:
+def _go_on(
+    plan: EnginePlan, inputs: LateInputs, ends: Ends, tables: Tables
+) -> tuple[Tables, jax.Array, jax.Array | None]:
+    """Note for what drafts where the late rows have come to. Return also how many drafts it
+    proposes for each, and which, if it proposes."""
     assert plan.speculation is not None
-    return Proposing(plan, make_drafter(plan.speculation))
+    none, slots, accepted = jnp.zeros_like(ends.lengths), inputs.slots, ends.num_accepted
+    if plan.draft is None:
+        its = Proposing(plan, make_drafter(plan.speculation)).propose(
+            slots, inputs.samples, ends, tables.drafts, tables.drafter
+        )
+        tables = tables._replace(drafts=its.table, drafter=its.drafter)
+        return tables, its.num_proposed, its.drafts
+    if inputs.num_drafts is None:
+        return tables, none, None
+    if plan.draft_head is not None:
+        drafter = draft_head.note_verified(plan, tables.drafter, slots, inputs.num_drafts, accepted)
+    else:
+        drafter = draft_model.note_verified(tables.drafter, slots, accepted, ends.tokens)
+    return tables._replace(drafter=drafter), none, None
 
 
 def _verify(

@@ -57,7 +57,13 @@ logger = init_logger(__name__)
 class PendingStep:
     """A dispatched step whose outputs are on their way to the host."""
 
-    def __init__(self, schedule: Schedule, bucket: Bucket, outputs: StepOutputs):
+    def __init__(
+        self,
+        schedule: Schedule,
+        bucket: Bucket,
+        outputs: StepOutputs,
+        drafts: jax.Array | None = None,
+    ):
         self._wants_logprobs = schedule.wants_logprobs
         self._wants_logits = schedule.wants_logits
         self._has_drafts = schedule.num_drafts is not None
@@ -65,6 +71,9 @@ class PendingStep:
         self.schedule = schedule
         self.bucket = bucket
         self.outputs = outputs
+        self.drafts = drafts  # of late rows, i32 [M, k]; None: nothing has gone ahead for them
+        if drafts is not None:
+            drafts.copy_to_host_async()
         if schedule.late_rows is None:
             self.send(outputs)
 
@@ -201,14 +210,24 @@ class ModelRunner:
                 self._stages[0].write_embeds(row, embeddings)
         packed = self._packer.pack(schedule)
         self._model.write_block_tables(packed.more_block_updates)
+        drafts = None
+        if (ahead := self._packer.pack_ahead(schedule)) is not None:
+            self._model.write_block_tables(ahead.more_block_updates)
+            drafts = self._stages[0].draft_ahead(ahead.buffer)
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
         # Counted here, since another replica of this process may compile at other times.
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         assert isinstance(outputs, StepOutputs)
-        self._newest = PendingStep(schedule, packed.bucket, outputs)
+        self._newest = PendingStep(schedule, packed.bucket, outputs, drafts)
         return self._newest
+
+    def late_drafts(self) -> np.ndarray | None:
+        """As in `Executor`."""
+        assert self._newest is not None, "no step was executed"
+        drafts, self._newest.drafts = self._newest.drafts, None
+        return None if drafts is None else np.asarray(drafts)
 
     def sample(self, masks: LateMasks) -> None:
         """Sample the late rows of the newest step, and return without waiting for it."""

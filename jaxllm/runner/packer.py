@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.plan.buckets import Bucket, BucketTable
+from jaxllm.runner.ahead import AheadLayout, PackedAhead
 from jaxllm.runner.draft_model import ReadLayout
 from jaxllm.runner.inputs import InputLayout, SlotTable
 from jaxllm.runner.late import LateKey, LateLayout
@@ -49,11 +50,13 @@ class StepPacker:
         reads_ahead: bool = False,
         read_sizes: Sequence[int] = (),
         num_read_rows: int = 0,
+        num_ahead_rows: int = 0,
         max_adapters: int = 0,
         has_snapshots: bool = False,
     ):
         """`late_keys` are of the programs that sample late rows. A draft model reads at most
-        `num_read_rows` texts at a time, in programs of `read_sizes` tokens."""
+        `num_read_rows` texts at a time, in programs of `read_sizes` tokens. For
+        `num_ahead_rows` late rows at most drafts are made ahead."""
         columns = row_params.num_columns(processors)
         self.layouts = {
             bucket: InputLayout(
@@ -81,6 +84,14 @@ class StepPacker:
             size: ReadLayout(size, num_rows=num_read_rows, num_slots=num_slots)
             for size in read_sizes
         }
+        self.ahead_layout: AheadLayout | None = None
+        if num_ahead_rows:
+            self.ahead_layout = AheadLayout(
+                num_ahead_rows,
+                num_slots=num_slots,
+                num_cache_groups=num_cache_groups,
+                num_param_columns=columns,
+            )
         self._buckets = BucketTable(buckets)
         self._processors = processors
         self._table = SlotTable(num_slots, columns, max_adapters)
@@ -116,6 +127,12 @@ class StepPacker:
         """Choose the program in which a draft model reads, and build its buffer."""
         size = next(size for size in self.read_layouts if size >= len(reads.token_ids))
         return size, self.read_layouts[size].pack(reads)
+
+    def pack_ahead(self, schedule: Schedule) -> PackedAhead | None:
+        """Build the buffer of the program that drafts for the late rows of a step; None: they have
+        no such drafts. All admissions must have been noted."""
+        layout = self.ahead_layout
+        return None if layout is None else layout.pack(schedule, self._table)
 
     def pack_late(self, schedule: Schedule, key: LateKey, masks: LateMasks) -> np.ndarray:
         """Build the buffer of the program that samples the late rows of a step. No request may have

@@ -17,7 +17,6 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.programs.compile import Programs
 from jaxllm.programs.declare import (
-    ADMIT_DRAFTS,
     MAKE_ADAPTERS,
     MAKE_STATE,
     TABLE_WRITES,
@@ -27,9 +26,9 @@ from jaxllm.programs.declare import (
     WRITE_TABLES,
     BlocksKey,
     EncodeKey,
-    ReadKey,
     program_key,
 )
+from jaxllm.programs.drafting import ADMIT_DRAFTS, DRAFT_AHEAD, ReadKey
 from jaxllm.runner.late import LateKey, Left, Tables
 from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
@@ -115,6 +114,12 @@ class Stage:
         """Let the draft model read, in the program of so many tokens."""
         program = self._programs[program_key(self._stage, ReadKey(num_tokens))]
         self._state = program(self.weights, self._take_state(), packed)
+
+    def draft_ahead(self, packed: np.ndarray) -> jax.Array:
+        """Make drafts for late rows of the step that comes next. Return them, i32 [M, k]."""
+        program = self._programs[program_key(self._stage, DRAFT_AHEAD)]
+        self._state, drafts = program(self.weights, self._take_state(), packed)
+        return drafts
 
     def write_block_tables(self, updates: np.ndarray) -> None:
         """Apply the block-table changes that a step has no room for, i32 [n, 3]."""

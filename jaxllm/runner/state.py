@@ -45,7 +45,11 @@ def abstract_drafts(plan: EnginePlan, mesh: Mesh) -> tuple[Any, Any]:
         hidden: Any = jax.ShapeDtypeStruct((num_slots, size), plan.dtype)
         drafts, before, hidden = place((drafts, before, hidden), everywhere)
         if plan.draft_head is not None:
-            return drafts, DraftHeadState(caches=caches, hidden=hidden)
+            behind: Any = None
+            if plan.verifies_late:
+                shape = (*speculation.most_drafts, size)
+                behind = place(jax.ShapeDtypeStruct(shape, plan.dtype), everywhere)
+            return drafts, DraftHeadState(caches=caches, hidden=hidden, behind=behind)
         return drafts, DraftModelState(caches=caches, before=before)
     tables = make_drafter(speculation).abstract(plan.max_num_seqs, plan.max_model_len)
     return jax.tree.map(lambda leaf: place(leaf, everywhere), (drafts, tables))
@@ -68,6 +72,9 @@ class DraftHeadState:
     caches: Caches  # in the blocks of the cache groups with its layer's windows
     # [S, D]: what the head has entered of the model's hidden state at the token before the newest.
     hidden: jax.Array
+    # Only if late rows may have drafts, [M, k, D]: likewise at the drafts of the rows with drafts
+    # of the newest step, until the second program has verified those of late rows.
+    behind: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

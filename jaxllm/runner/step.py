@@ -39,7 +39,7 @@ from jaxllm.pooling.slice import ROWS
 from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.draft_head import HeadDrafting
 from jaxllm.runner.draft_model import ModelDrafting
-from jaxllm.runner.drafting import Drafting, Forward, Proposing
+from jaxllm.runner.drafting import AheadRows, Drafting, Forward, Proposing
 from jaxllm.runner.inputs import InputLayout, StepInputs, table_row
 from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.sample_rows import sample_rows
@@ -118,7 +118,7 @@ def make_step(
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
         state = load_states(stage, inputs, state)
-        drafting = _drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
+        drafting = make_drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
             group.window: RaggedBatch(
@@ -158,8 +158,16 @@ def make_step(
             if inputs.num_drafts is not None:
                 assert drafting is not None
                 newest = inputs.query_starts[1:] - 1 - inputs.num_drafts
-                newest = entering.at[newest].get(mode="clip")
-                state = drafting.ahead(inputs, context_lens, state, newest)
+                rows = AheadRows(
+                    slots=inputs.slots,
+                    # Late rows have theirs already (`runner.ahead`).
+                    num_drafts=jnp.where(inputs.samples, inputs.num_drafts, 0),
+                    lengths=context_lens - inputs.num_drafts,
+                    newest=entering.at[newest].get(mode="clip"),
+                    prompt_lens=inputs.prompt_lens,
+                    row_params=inputs.row_params,
+                )
+                state = drafting.ahead(rows, state)
                 entering = with_drafts(entering, inputs, state)
         positions = _positions(inputs, context_lens)
         if plan.num_given_rows:
@@ -214,7 +222,7 @@ def _with_given(
     return dataclasses.replace(context, given=given)
 
 
-def _drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:
+def make_drafting(plan: EnginePlan, model: Any, drafts: Any) -> Drafting | None:
     """What drafts in the engine; `drafts` is the second model or the head, if there is one."""
     if plan.speculation is None:
         return None

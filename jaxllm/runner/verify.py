@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.drafting import Drafting, Ends, Forward
+from jaxllm.runner.drafting import Drafting, Ends, Forward, rows_with_drafts
 from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.sample_rows import SampledRows
@@ -144,8 +144,8 @@ def find_places(plan: EnginePlan, num_drafts: jax.Array, first: jax.Array) -> Pl
     up to its newest; 0 for padding."""
     assert plan.speculation is not None
     num_rows, k = len(num_drafts), plan.speculation.num_drafts
-    most = min(num_rows, plan.speculation.max_rows)
-    drafting = jnp.nonzero(num_drafts > 0, size=most, fill_value=num_rows)[0]
+    drafting = rows_with_drafts(plan, num_drafts)
+    most = len(drafting)
     rows = jnp.concatenate([jnp.arange(num_rows), jnp.repeat(drafting, k)])
     index = jnp.concatenate([jnp.zeros(num_rows, jnp.int32), jnp.tile(jnp.arange(1, k + 1), most)])
     last, length = (x.at[rows].get(mode="clip") for x in (num_drafts, first))

@@ -53,7 +53,11 @@ def check(
             in_flight[id(request)] += bool(samples) + num_drafts  # that of None is never read
             uncertain[id(request)] += num_drafts
     for r in requests.values():
-        in_flight[id(r)] += max(len(r.forced) - 1, 0)
+        settled, refused = r.settled or (0, 0)
+        uncertain[id(r)] -= settled
+        in_flight[id(r)] -= refused
+        if r.forced:
+            in_flight[id(r)] += len(r.forced) - 1 - settled + refused
         assert r.num_in_flight == in_flight[id(r)], f"{r}: {in_flight[id(r)]} in flight"
         assert r.num_uncertain == uncertain[id(r)], f"{r}: {uncertain[id(r)]} uncertain"
         assert r.num_known_tokens <= r.num_tokens <= r.max_num_tokens, r

@@ -10,7 +10,8 @@ numbers count the drafts as if they were accepted; `num_uncertain` is how many t
 
 A grammar may leave the token in flight no choice, nor those behind it. They are *forced*: no step
 samples those behind it, and `num_tokens` counts them from the moment that they are known to come.
-They become outputs together with the token in flight.
+They become outputs together with the token in flight. If a row has drafts, and the grammar decides
+which of them are right, they are *settled* before the step comes back.
 """
 
 import copy
@@ -89,6 +90,7 @@ class Request:
         "sampled_in",
         "sampling_params",
         "seed",
+        "settled",
         "slot",
         "snapshots",
         "source",
@@ -126,7 +128,10 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + message.max_tokens
         self.num_computed_tokens = 0
         self.num_uncertain = 0
-        self.forced: list[int] = []  # the token in flight, and those that follow it for sure
+        # All tokens in flight, and those that follow them for sure; empty: some are not known.
+        self.forced: list[int] = []
+        # How many drafts of a row in flight are settled, and how many of these are refused.
+        self.settled: tuple[int, int] | None = None
         self.num_counted_prompt_tokens = 0  # the statistics have counted this many
         # How many features bar it from the prefix cache: it must compute its tokens itself.
         self.num_cache_bars = 0
@@ -171,14 +176,30 @@ class Request:
         self.parts_at = 0
 
     def force(self, tokens: list[int]) -> None:
-        """Note that the token in flight is the first of these, and that the others follow it."""
-        self.forced = tokens[: 1 + self.max_num_tokens - self.num_tokens]
-        self.num_tokens += len(self.forced) - 1
+        """Note that the tokens in flight are the first of these, and that the others follow."""
+        num_in_flight = self.num_in_flight
+        self.forced = tokens[: num_in_flight + self.max_num_tokens - self.num_tokens]
+        self.num_tokens += len(self.forced) - num_in_flight
 
-    def take_forced(self) -> list[int]:
-        """Return the tokens that follow the one in flight without a choice, now that it is here."""
-        tokens, self.forced = self.forced[1:], []
+    def take_forced(self, num_arrived: int) -> list[int]:
+        """Return the tokens that follow those in flight without a choice, now that these are
+        here."""
+        tokens, self.forced = self.forced[num_arrived:], []
         return tokens
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a row in flight as what they are. One that is preempted has computed
+        nothing."""
+        refused = num_drafts - num_accepted
+        self.num_tokens -= refused
+        self.num_uncertain -= num_drafts
+        if self.status is RequestStatus.RUNNING:
+            self.num_computed_tokens -= refused
+
+    def settle(self, num_drafts: int, num_accepted: int) -> None:
+        """Note which drafts of its newest row are right, before the step comes back."""
+        self.count_drafts(num_drafts, num_accepted)
+        self.settled = num_drafts, num_drafts - num_accepted
 
     @property
     def num_known_tokens(self) -> int:

@@ -102,7 +102,7 @@ class Results:
                 continue
             tokens = [token] if drafting is None else drafting.take(request, row, token)
             if request.forced:
-                tokens += request.take_forced()
+                tokens += request.take_forced(len(tokens))
             finish = request.take_tokens(tokens)
             num_new_tokens += len(tokens)
             stats = request.stats
@@ -205,7 +205,7 @@ class Results:
         request.hash_root = None
         request.num_tokens = request.num_known_tokens
         request.num_uncertain = 0
-        request.forced = []
+        request.forced, request.settled = [], None
         if request.status is RequestStatus.RUNNING:
             self._places.preempt(request)
         else:  # it was preempted before, and parked until this token arrived

@@ -150,14 +150,12 @@ class Drafting:
         if not self._num_drafts or not (num_drafts := self._num_drafts[row]):
             return [first]
         num_accepted = self._num_accepted[row]
-        refused = num_drafts - num_accepted
-        request.num_tokens -= refused
-        request.num_uncertain -= num_drafts
-        if runs:
-            request.num_computed_tokens -= refused
-            if self._reader is not None:
-                # At least those up to the row's newest one, which the request has known until now.
-                self._reader.note(request, request.num_known_tokens)
+        if request.settled is None:
+            request.count_drafts(num_drafts, num_accepted)
+        request.settled = None
+        if runs and self._reader is not None:
+            # At least those up to the row's newest one, which the request has known until now.
+            self._reader.note(request, request.num_known_tokens)
         self._weigh(request, num_accepted)
         stats = self._stats
         stats.num_drafts += 1

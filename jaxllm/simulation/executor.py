@@ -71,6 +71,9 @@ class SimulatedExecutor:
         self._done_at[schedule.step] = self._last_done = begin
         return _Pending(self, schedule)
 
+    def late_drafts(self) -> None:
+        return None
+
     def sample(self, masks: LateMasks) -> None:
         raise AssertionError("simulated requests have no grammar")
 

@@ -12,16 +12,18 @@ sampled: the others are added to the request (`Request.force`), whose next row c
 """
 
 import concurrent.futures
+import os.path
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher
 
 from jaxllm.messages import EngineOutput
 from jaxllm.scheduler.features import Drafted
-from jaxllm.scheduler.request import Request
+from jaxllm.scheduler.request import Request, RequestStatus
 from jaxllm.scheduler.schedule import NO_TOKEN, LateMasks, Schedule, StepResult
 from jaxllm.structured_output.form import Form, may_skip, message
 from jaxllm.structured_output.matchers import CompiledGrammars, Masks
@@ -113,23 +115,27 @@ class StructuredOutput:
         late_rows = np.array(late, np.int32)
         return Drafted({}, needs_mixed=False, wants_logits=False, late_rows=late_rows)
 
-    def masks(self) -> LateMasks | None:
-        """Return the masks of the newest step's late rows. Return None if a token that they depend
-        on is still in flight.
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether all tokens are known on which the masks of the newest step depend."""
+        return max(self._num_in_flight()) <= 1
+
+    def masks(self, drafts: np.ndarray | None = None) -> LateMasks:
+        """Return the masks of the newest step's late rows, once `knows_tokens`. `drafts` int32
+        [n, k] are those of its late rows with drafts, if they were not proposed by the step before.
 
         A row whose request has ended or started over gets a mask of all tokens, and so does one
         whose matcher has failed. The tokens of both are dropped. Call this once for a step: the
         tokens that are forced after a row's are added to its request."""
-        # Of each row, the token that it samples is in flight, and its drafts may be accepted.
-        in_flight = [0 if r.is_finished else r.num_in_flight - drafts for r, drafts in self._late]
-        if max(in_flight) > 1:
-            return None
+        in_flight = self._num_in_flight()
+        made = iter(()) if drafts is None else iter(drafts.tolist())
         masks = np.full((len(in_flight), self._num_words), _ANY_TOKEN, np.int32)
         going_on: list[tuple[LLMatcher, int]] = []
-        drafting: list[tuple[int, Form, list[int]]] = []
+        drafting: list[_Drafting] = []
         for row, ((request, num_drafts), count) in enumerate(
             zip(self._late, in_flight, strict=True)
         ):
+            proposal = next(made, request.proposal) if num_drafts else []
             form = self._forms[request.request_id] if count == 1 else _NO_FORM
             if form.matcher is None:
                 continue
@@ -140,7 +146,7 @@ class StructuredOutput:
             else:
                 going_on.append((form.matcher, row))
             if num_drafts:
-                drafting.append((row, form, request.proposal[:num_drafts]))
+                drafting.append(_Drafting(row, form, forced, proposal[:num_drafts]))
         self._masks.fill(going_on, masks)
         for matcher, row in going_on:
             if matcher.is_error():
@@ -148,17 +154,24 @@ class StructuredOutput:
                 masks[row] = _ANY_TOKEN
         return self._with_drafts(masks, drafting) if drafting else LateMasks(masks)
 
-    def _with_drafts(
-        self, first: np.ndarray, drafting: list[tuple[int, Form, list[int]]]
-    ) -> LateMasks:
+    def _num_in_flight(self) -> list[int]:
+        """How many tokens of each late row's request are in flight: the one that the row samples,
+        and others if a step before it is. Its drafts may be accepted."""
+        return [0 if r.is_finished else r.num_in_flight - drafts for r, drafts in self._late]
+
+    def _with_drafts(self, first: np.ndarray, drafting: "list[_Drafting]") -> LateMasks:
         """Add the masks behind the drafts of rows, up to the first that the grammar does not take.
         `first` are those before the drafts."""
-        drafts = np.full((len(first), max(len(its) for _, _, its in drafting)), NO_TOKEN, np.int32)
+        most = max(len(its.proposal) for its in drafting)
+        drafts = np.full((len(first), most), NO_TOKEN, np.int32)
         more: list[np.ndarray] = []
-        for row, form, proposal in drafting:
+        for row, form, forced, proposal in drafting:
             masks = self._behind(form, proposal, first[row])
-            drafts[row, : len(masks)] = proposal[: len(masks)]
+            taken = proposal[: len(masks)]
+            drafts[row, : len(masks)] = taken
             more += masks
+            if form.skips:
+                _settle(*self._late[row], forced, taken)
         if not more:
             return LateMasks(first)
         return LateMasks(first, drafts, np.stack(more))
@@ -198,7 +211,7 @@ class StructuredOutput:
             if request is None or request.is_finished or NO_TOKEN in tokens:
                 continue
             form = self._forms[request.request_id]
-            form.consume(tokens + request.forced[1:])
+            form.consume(tokens + request.forced[len(tokens) :])
             if form.matcher is None:
                 ends.failed[row] = form.error
             elif form.matcher.is_stopped():
@@ -217,7 +230,25 @@ class StructuredOutput:
             form.error = message(str(error))
 
 
+class _Drafting(NamedTuple):
+    """A late row with drafts."""
+
+    row: int  # among the late ones
+    form: Form
+    forced: list[int]  # the tokens that must come behind its newest
+    proposal: list[int]
+
+
 _NO_FORM = Form()
+
+
+def _settle(request: Request, num_drafts: int, forced: list[int], taken: list[int]) -> None:
+    """Add the tokens to a request that are forced behind those of its row with drafts, of which the
+    grammar takes some. What is forced goes beyond the drafts, so it decides which are right."""
+    num_right = len(os.path.commonprefix([forced, taken]))
+    if num_right + 1 < len(forced) and request.status is RequestStatus.RUNNING:
+        request.settle(num_drafts, num_right)
+        request.force(forced)
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:

@@ -6,14 +6,12 @@ every draft is right, as long as the head has read what came before: after chunk
 preemptions and steps without drafts.
 """
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.stage import Stage
 from jaxllm.testing import make_tiny_checkpoint
-from tests.heads import Formulas, add_mtp, make_eagle
+from tests.heads import Formulas, its_own_head, make_eagle
 
 K = 3
 WINDOW = 8
@@ -58,42 +56,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    path = make_tiny_checkpoint(
-        tmp_path_factory.mktemp("mimo"),
-        "mimo_v2",
-        num_hidden_layers=1,
-        layer_types=["sliding_attention"],
-        mlp_layer_types=["dense"],
-        sliding_window=WINDOW,
-    )
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    embed = tensors["model.embed_tokens.weight"]
-    # So that the norm of embeddings changes nothing.
-    embed /= np.sqrt(np.mean(np.square(embed), axis=1, keepdims=True))
-    save_file(tensors, file, metadata={"format": "pt"})
-    size = embed.shape[1]
-    itself = {
-        name.split(".")[-2].replace("post_attention", "pre_mlp"): value
-        for name, value in tensors.items()
-        if ".layers.0." in name and name.endswith(".weight")
-    }
-    add_mtp(
-        path,
-        **itself,
-        enorm=np.ones(size, np.float32),
-        eh_proj=np.eye(size, 2 * size, dtype=np.float32),
-        final_layernorm=tensors["model.norm.weight"],
-    )
-    rename_sinks(file, tensors["model.layers.0.self_attn.attention_sink_bias"])
-    return str(path)
-
-
-def rename_sinks(file, sinks):
-    """Give the head the model's sinks, whose name is not that of a weight."""
-    tensors = load_file(file)
-    tensors["model.mtp.layers.0.self_attn.attention_sink_bias"] = sinks
-    save_file(tensors, file, metadata={"format": "pt"})
+    return its_own_head(tmp_path_factory.mktemp("mimo"), WINDOW)
 
 
 @pytest.fixture(scope="module")

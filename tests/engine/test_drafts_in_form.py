@@ -155,15 +155,6 @@ def test_nothing_is_compiled_after_the_start(model, check):
     core.shutdown()
 
 
-def test_beside_a_draft_model_forms_are_kept(model, expected):
-    """Rows in a form have no drafts there, and others do, in the same steps."""
-    config = {"model": model, "num_speculative_tokens": 2}
-    core = make_core(model, **CHECKED | {"speculative_config": config})
-    same(serve(core, requests()), expected)
-    assert core.stats().num_accepted_tokens > 0
-    core.shutdown()
-
-
 def test_a_drafter_of_a_user_drafts_in_forms(model, expected):
     config = {"method": "custom_class", "model": f"{__name__}:Repeats", "num_speculative_tokens": 2}
     core = make_core(model, **CHECKED | {"speculative_config": config})

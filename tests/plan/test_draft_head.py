@@ -6,6 +6,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer, num_programs
+from jaxllm.programs.drafting import DRAFT_AHEAD
 from jaxllm.programs.hlo import whole_array_copies
 from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
@@ -45,17 +46,18 @@ def test_it_counts_the_head(model, head):
     assert "draft EagleHead; of these bytes" in summary(both)
 
 
-def test_it_declares_no_programs_of_its_own_and_copies_no_cache(model, head):
+def test_it_declares_one_program_of_its_own_and_copies_no_cache(model, head):
     both = plan(model, "eagle", head)
     programs = declare_programs(both, make_packer(both).layouts)
-    # Steps, the programs that sample their late rows, and three that write the state.
-    num_late = len({bucket.num_rows for bucket in both.buckets})
-    assert len(programs) == num_programs(both) == len(both.buckets) + num_late + 3
+    # Steps, the programs that sample their late rows, three that write the state, and the head's.
+    num_late = len({(bucket.num_rows, bucket.decode_only) for bucket in both.buckets})
+    assert len(programs) == num_programs(both) == len(both.buckets) + num_late + 4
     verify = next(bucket for bucket in both.buckets if not bucket.decode_only)
     caches = [*both.stages[0].cache_shapes, *both.draft.cache_shapes]
-    compiled = programs[verify].compile(programs[verify].lower())
-    assert not list(whole_array_copies(compiled.as_text(), caches))
-    assert compiled.memory_analysis().alias_size_in_bytes >= both.kv_cache_bytes
+    for key in (verify, DRAFT_AHEAD):
+        compiled = programs[key].compile(programs[key].lower())
+        assert not list(whole_array_copies(compiled.as_text(), caches))
+        assert compiled.memory_analysis().alias_size_in_bytes >= both.kv_cache_bytes
 
 
 def test_a_layer_without_a_window_makes_a_group_of_its_own(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ValidationError
 from jaxllm.plan.make_plan import make_plan
-from jaxllm.programs.declare import ReadKey, declare_programs, make_packer, num_programs
+from jaxllm.programs.declare import declare_programs, make_packer, num_programs
+from jaxllm.programs.drafting import DRAFT_AHEAD, ReadKey
 from jaxllm.programs.hlo import whole_array_copies
 from jaxllm.programs.summary import summary
 from jaxllm.quantization.linear import CodedLinear
@@ -60,7 +61,7 @@ def test_it_declares_what_reads_and_copies_no_cache(model, draft):
     assert ReadKey(16) in programs and ReadKey(32) in programs
     verify = next(bucket for bucket in both.buckets if not bucket.decode_only)
     caches = [*both.stages[0].cache_shapes, *both.draft.cache_shapes]
-    for key in (verify, ReadKey(16)):
+    for key in (verify, ReadKey(16), DRAFT_AHEAD):
         compiled = programs[key].compile(programs[key].lower())
         assert not list(whole_array_copies(compiled.as_text(), caches))
         # Every cache is updated in place.
