@@ -20,6 +20,7 @@ from jaxllm.executor.wire import (
     Failed,
     FetchAdapter,
     Figures,
+    Fits,
     ForgetAdapter,
     Hello,
     Move,
@@ -79,7 +80,7 @@ class _Follower:
             if isinstance(message, Stop):
                 return message.reason
             if isinstance(message, Build):
-                self._build(layout, message.num_blocks)
+                self._build(layout, message.fits)
             elif isinstance(message, Sample):
                 self._runners[message.replica].sample(message.masks)
                 self._readers[message.replica].read(self._late.pop(message.replica))
@@ -96,10 +97,10 @@ class _Follower:
                 else:
                     self._late[message.replica] = pending
 
-    def _build(self, layout: Layout, num_blocks: dict[int, int]) -> None:
+    def _build(self, layout: Layout, fits: dict[int, Fits]) -> None:
         infos = {}
         for replica in layout.replicas_of(self._rank):
-            plan = layout.plan(replica, num_blocks[replica])
+            plan = layout.plan(replica, fits[replica])
             self._runners[replica] = ModelRunner(plan)
             is_first = layout.ranks[replica][0] == self._rank
             report = functools.partial(self._report, replica, is_first)

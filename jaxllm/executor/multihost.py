@@ -21,7 +21,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.follower import EXIT_LOST, follow
-from jaxllm.executor.layout import Layout, check_same, options_of
+from jaxllm.executor.layout import Layout, check_alike, check_same, options_of
 from jaxllm.executor.link import LeaderLink
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.shelf_over_hosts import ShelfOverHosts
@@ -80,27 +80,31 @@ def _lead(config: EngineConfig) -> "list[MultiHostExecutor]":
         broadcast(link.invitation.encode())
         layout = Layout(config)
         link.await_peers()
-        num_blocks = layout.what_fits(0)
+        fits = layout.what_fits(0)
         inbox = _Inbox(link)
         options = options_of(config)
         for _ in others:
             hello = inbox.await_message(Hello)
             check_same(options, hello)
-            for replica, count in hello.num_blocks.items():
-                num_blocks[replica] = min(count, num_blocks.get(replica, count))
-        link.send(others, encode(Build(num_blocks)))
-        plans = {r: layout.plan(r, num_blocks[r]) for r in layout.replicas_of(0)}
+            for replica, its in hello.fits.items():
+                fits[replica] = its.on_both(fits.get(replica, its))
+        link.send(others, encode(Build(fits)))
+        plans = {r: layout.plan(r, fits[r]) for r in layout.replicas_of(0)}
         runners = {replica: ModelRunner(plan) for replica, plan in plans.items()}
-        infos = {replica: plan.info() for replica, plan in plans.items()}
+        infos = {replica: {0: plan.info()} for replica, plan in plans.items()}
         for _ in others:
-            infos |= inbox.await_message(Ready).infos
+            ready = inbox.await_message(Ready)
+            for replica, info in ready.infos.items():
+                infos.setdefault(replica, {})[ready.rank] = info
+        for replica, by_rank in infos.items():
+            check_alike(replica, by_rank)
     except BaseException as error:
         link.lose(f"rank 0: {type(error).__name__}: {error}"[:500])
         link.close(encode(Stop(link.reason or "")))
         raise
     logger.info("%d replicas on %d ranks", len(layout.ranks), len(others) + 1)
     return [
-        MultiHostExecutor(inbox, replica, ranks, infos[replica], runners.get(replica))
+        MultiHostExecutor(inbox, replica, ranks, infos[replica][ranks[0]], runners.get(replica))
         for replica, ranks in enumerate(layout.ranks)
     ]
 

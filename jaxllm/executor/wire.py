@@ -14,10 +14,23 @@ from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, 
 # ---- from rank 0
 
 
+class Fits(msgspec.Struct, frozen=True):
+    """How much of a replica fits. Every rank must have as many of each: they are in the shapes of
+    its programs, and rank 0 numbers them."""
+
+    num_blocks: int  # of the first cache group
+    num_snapshots: int | None  # of states; None: the model has no states
+
+    def on_both(self, other: "Fits") -> "Fits":
+        """What fits here and there."""
+        counts = [its for its in (self.num_snapshots, other.num_snapshots) if its is not None]
+        return Fits(min(self.num_blocks, other.num_blocks), min(counts, default=None))
+
+
 class Build(msgspec.Struct, tag=True):
     """Load the model and compile."""
 
-    num_blocks: dict[int, int]  # by replica: how many fit on all its ranks
+    fits: dict[int, Fits]  # by replica: on all its ranks
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -69,7 +82,7 @@ class Hello(msgspec.Struct, tag=True):
 
     rank: int
     options: dict[str, str]
-    num_blocks: dict[int, int]  # by replica: how many fit on this rank
+    fits: dict[int, Fits]  # by replica: on this rank
 
 
 class Ready(msgspec.Struct, tag=True):
