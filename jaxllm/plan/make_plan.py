@@ -210,7 +210,11 @@ def make_plan(
         dtype,
         sees_ahead=image_spec is not None and image_spec.sees_all,
     )
-
+    is_invariant = model.batch_invariant
+    row_sums = choose_row_sums(library, is_invariant=is_invariant)
+    state_ops = choose_state_ops(
+        chip, library, architecture, in_parts, dtype, row_sums, num_shards, is_encoder=is_encoder
+    )
     sizes = CacheSizes(
         block_size=block_size,
         max_model_len=max_model_len,
@@ -235,10 +239,11 @@ def make_plan(
                     cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
                 ),
                 state_shapes=tuple(
-                    state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                    state.of_slots(max_num_seqs, mesh, state_ops)
+                    for state in abstract.state_configs
                 ),
                 snapshot_shapes=tuple(
-                    state.of_slots(snapshots.count, mesh)
+                    state.of_slots(snapshots.count, mesh, state_ops)
                     for state in abstract.state_configs
                     if snapshots is not None
                 ),
@@ -321,9 +326,7 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     stages = plan_stages(cache_groups, snapshots)
-    is_invariant = model.batch_invariant
     matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
-    row_sums = choose_row_sums(library, is_invariant=is_invariant)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -360,11 +363,7 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(
-            chip, library, architecture, dtype, row_sums, num_shards, is_encoder=is_encoder
-        )
-        if keeps_states
-        else None,
+        state_ops=state_ops,
         snapshots=snapshots,
         sampling=choose_sampling(
             config, chip, library, num_shards, row_sums, samples=pooling is None
