@@ -6,9 +6,10 @@ import hashlib
 import jax
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError, refused
-from jaxllm.executor.wire import Hello
+from jaxllm.errors import JaxLLMError, ValidationError, refused
+from jaxllm.executor.wire import Fits, Hello
 from jaxllm.files import MAX_JSON_BYTES, read_bytes
+from jaxllm.messages import EngineInfo
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import replica_devices
 from jaxllm.programs.sizing import plan_engine
@@ -16,6 +17,8 @@ from jaxllm.weights.checkpoint import resolve_model_dir
 
 # The options that may differ from rank to rank.
 _OWN_OPTIONS = {"node_rank", "download_dir", "compilation_cache_dir"}
+# Of what a rank reports of its plan, likewise.
+_OF_DIRECTORIES = {"model_dir"}
 
 
 class Layout:
@@ -44,16 +47,21 @@ class Layout:
         """The replicas that have a device on this rank."""
         return [replica for replica, ranks in enumerate(self.ranks) if rank in ranks]
 
-    def what_fits(self, rank: int) -> dict[int, int]:
-        """How many KV blocks of each replica fit in this rank's memory."""
-        return {
-            replica: plan_engine(self._config, self._devices[replica]).num_blocks
-            for replica in self.replicas_of(rank)
-        }
+    def what_fits(self, rank: int) -> dict[int, Fits]:
+        """How much of each replica fits in this rank's memory."""
+        found = {}
+        for replica in self.replicas_of(rank):
+            plan = plan_engine(self._config, self._devices[replica])
+            count = 0 if plan.snapshots is None else plan.snapshots.count
+            found[replica] = Fits(plan.num_blocks, None if plan.state_ops is None else count)
+        return found
 
-    def plan(self, replica: int, num_blocks: int) -> EnginePlan:
-        """The plan of a replica with the number of blocks that fits on all its ranks."""
-        cache = dataclasses.replace(self._config.cache, num_gpu_blocks_override=num_blocks)
+    def plan(self, replica: int, fits: Fits) -> EnginePlan:
+        """The plan of a replica with as much as fits on all its ranks."""
+        sizes = {"num_gpu_blocks_override": fits.num_blocks}
+        if fits.num_snapshots is not None:
+            sizes["num_state_snapshots"] = fits.num_snapshots
+        cache = dataclasses.replace(self._config.cache, **sizes)
         config = dataclasses.replace(self._config, cache=cache)
         return plan_engine(config, self._devices[replica])
 
@@ -89,3 +97,17 @@ def check_same(options: dict[str, str], hello: Hello) -> None:
             f"{hello.options.get(name)}, not {options.get(name)}; give every rank the same command",
             parameter=name,
         )
+
+
+def check_alike(replica: int, infos: dict[int, EngineInfo]) -> None:
+    """Refuse ranks that have not planned the same, by what each has reported: rank 0 numbers the
+    blocks, snapshots and places of all."""
+    (first, its), *others = infos.items()
+    for rank, other in others:
+        for name in its.__struct_fields__:
+            mine, theirs = getattr(its, name), getattr(other, name)
+            if name not in _OF_DIRECTORIES and mine != theirs:
+                raise JaxLLMError(
+                    f"rank {rank} has planned replica {replica} with {name} {theirs}, and rank "
+                    f"{first} with {mine}; give every rank the same model, and the same memory"
+                )

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -21,10 +21,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineDeadError
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.follower import EXIT_LOST, follow
-from jaxllm.executor.layout import Layout, check_same, options_of
+from jaxllm.executor.layout import Layout, check_alike, check_same, options_of
 from jaxllm.executor.link import LeaderLink
 from jaxllm.executor.reader import Reader, Reading
+from jaxllm.executor.shelf_over_hosts import ShelfOverHosts
 from jaxllm.executor.wire import (
+    AdapterFetched,
     Arrived,
     Build,
     Execute,
@@ -41,6 +43,7 @@ from jaxllm.executor.wire import (
     encode,
 )
 from jaxllm.logging import init_logger
+from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -77,27 +80,31 @@ def _lead(config: EngineConfig) -> "list[MultiHostExecutor]":
         broadcast(link.invitation.encode())
         layout = Layout(config)
         link.await_peers()
-        num_blocks = layout.what_fits(0)
+        fits = layout.what_fits(0)
         inbox = _Inbox(link)
         options = options_of(config)
         for _ in others:
             hello = inbox.await_message(Hello)
             check_same(options, hello)
-            for replica, count in hello.num_blocks.items():
-                num_blocks[replica] = min(count, num_blocks.get(replica, count))
-        link.send(others, encode(Build(num_blocks)))
-        plans = {r: layout.plan(r, num_blocks[r]) for r in layout.replicas_of(0)}
+            for replica, its in hello.fits.items():
+                fits[replica] = its.on_both(fits.get(replica, its))
+        link.send(others, encode(Build(fits)))
+        plans = {r: layout.plan(r, fits[r]) for r in layout.replicas_of(0)}
         runners = {replica: ModelRunner(plan) for replica, plan in plans.items()}
-        infos = {replica: plan.info() for replica, plan in plans.items()}
+        infos = {replica: {0: plan.info()} for replica, plan in plans.items()}
         for _ in others:
-            infos |= inbox.await_message(Ready).infos
+            ready = inbox.await_message(Ready)
+            for replica, info in ready.infos.items():
+                infos.setdefault(replica, {})[ready.rank] = info
+        for replica, by_rank in infos.items():
+            check_alike(replica, by_rank)
     except BaseException as error:
         link.lose(f"rank 0: {type(error).__name__}: {error}"[:500])
         link.close(encode(Stop(link.reason or "")))
         raise
     logger.info("%d replicas on %d ranks", len(layout.ranks), len(others) + 1)
     return [
-        MultiHostExecutor(inbox, replica, ranks, infos[replica], runners.get(replica))
+        MultiHostExecutor(inbox, replica, ranks, infos[replica][ranks[0]], runners.get(replica))
         for replica, ranks in enumerate(layout.ranks)
     ]
 
@@ -121,6 +128,7 @@ class _Inbox:
         self.link = link
         self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
         self._arrived: dict[int, list[Arrival]] = {}  # by replica
+        self._fetched: dict[int, list[AdapterFetched]] = {}  # by replica
 
     def await_message(self, kind: type[_Message]) -> _Message:
         """Wait for the next message, which must be of this kind."""
@@ -139,6 +147,8 @@ class _Inbox:
             self.link.check()
         if isinstance(message, StepDone):
             self._done.setdefault(message.replica, deque()).append(message)
+        if isinstance(message, AdapterFetched):
+            self._fetched.setdefault(message.replica, []).append(message)
         if isinstance(message, Arrived):
             self._arrived.setdefault(message.replica, []).extend(message.arrivals)
         return message
@@ -149,6 +159,13 @@ class _Inbox:
         if wait_s and not self._arrived.get(replica):
             self.look(wait_s)
         return self._arrived.pop(replica, [])
+
+    def take_fetched(self, replica: int, wait_s: float) -> list[AdapterFetched]:
+        """Which adapters the other ranks of a replica have read; wait for that if there is none."""
+        self.take_in()
+        if wait_s and not self._fetched.get(replica):
+            self.look(wait_s)
+        return self._fetched.pop(replica, [])
 
     def take_in(self) -> None:
         """Take in all messages that have arrived; raise when a rank is lost."""
@@ -239,8 +256,9 @@ class MultiHostExecutor:
             raise self._dead(error) from error
         pending.reading = self._reader.read(its)
 
-    def lay_out_adapter(self, adapter: object) -> NoReturn:
-        raise AssertionError("the plan refuses adapters on several hosts")
+    def shelf(self) -> Shelf:
+        own = None if self._runner is None else self._runner.shelf()
+        return ShelfOverHosts(self._link, self._inbox, self._replica, self._others, own)
 
     def mover(self) -> Mover:
         return _MoverOverHosts(self)

@@ -6,16 +6,31 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxllm.lora.request import Adapter
+from jaxllm.lora.shelf import Fetched
 from jaxllm.messages import EngineInfo
 from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, StepResult
 
 # ---- from rank 0
 
 
+class Fits(msgspec.Struct, frozen=True):
+    """How much of a replica fits. Every rank must have as many of each: they are in the shapes of
+    its programs, and rank 0 numbers them."""
+
+    num_blocks: int  # of the first cache group
+    num_snapshots: int | None  # of states; None: the model has no states
+
+    def on_both(self, other: "Fits") -> "Fits":
+        """What fits here and there."""
+        counts = [its for its in (self.num_snapshots, other.num_snapshots) if its is not None]
+        return Fits(min(self.num_blocks, other.num_blocks), min(counts, default=None))
+
+
 class Build(msgspec.Struct, tag=True):
     """Load the model and compile."""
 
-    num_blocks: dict[int, int]  # by replica: how many fit on all its ranks
+    fits: dict[int, Fits]  # by replica: on all its ranks
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -39,6 +54,20 @@ class Move(msgspec.Struct, tag=True):
     moves: BlockMoves
 
 
+class FetchAdapter(msgspec.Struct, tag=True):
+    """Read an adapter, from the path that it has on every host."""
+
+    replica: int
+    adapter: Adapter
+
+
+class ForgetAdapter(msgspec.Struct, tag=True):
+    """Free the memory of an adapter."""
+
+    replica: int
+    content: str
+
+
 class Stop(msgspec.Struct, tag=True):
     """End. A reason says that the engine has failed."""
 
@@ -53,7 +82,7 @@ class Hello(msgspec.Struct, tag=True):
 
     rank: int
     options: dict[str, str]
-    num_blocks: dict[int, int]  # by replica: how many fit on this rank
+    fits: dict[int, Fits]  # by replica: on this rank
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -86,6 +115,14 @@ class Arrived(msgspec.Struct, tag=True):
     arrivals: list[Arrival]
 
 
+class AdapterFetched(msgspec.Struct, tag=True):
+    """An adapter has been read, or could not be."""
+
+    rank: int
+    replica: int
+    fetched: Fetched
+
+
 class Failed(msgspec.Struct, tag=True):
     """A rank cannot go on."""
 
@@ -93,8 +130,8 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-FromLeader = Build | Execute | Sample | Move | Stop
-ToLeader = Hello | Ready | StepDone | Arrived | Failed
+FromLeader = Build | Execute | Sample | Move | FetchAdapter | ForgetAdapter | Stop
+ToLeader = Hello | Ready | StepDone | Arrived | AdapterFetched | Failed
 
 
 def encode(message: FromLeader | ToLeader) -> bytes:

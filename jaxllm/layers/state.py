@@ -10,7 +10,6 @@ states before these. When the step knows which drafts are right, it lets the sta
 (`runner.verified_states`).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.causal_conv.api import ConvOp, state_dtype
 from jaxllm_kernels.gated_delta.api import DeltaOp
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionOp
+from jaxllm_kernels.recurrent.copies import StateCopies
 from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.ssd.api import SsdOp
@@ -38,17 +38,18 @@ class StateArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     axes: Axes
+    # Of a short convolution's inputs, over so many tokens; the op may keep more of them.
+    width: int | None = None
 
-    def of_slots(self, num_slots: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    def of_slots(self, num_slots: int, mesh: Mesh, ops: "StateOps | None") -> jax.ShapeDtypeStruct:
         """The array for all slots, on the devices of a mesh."""
+        shape = self.shape
+        if self.width is not None:
+            assert ops is not None, "the plan has no ops with states"
+            shape = (ops.conv.num_inputs(self.width), *shape[1:])
         return jax.ShapeDtypeStruct(
-            (num_slots, *self.shape), self.dtype, sharding=sharding(mesh, (None, *self.axes))
+            (num_slots, *shape), self.dtype, sharding=sharding(mesh, (None, *self.axes))
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of a slot."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +58,16 @@ class StateConfig:
 
     arrays: tuple[StateArray, ...]
 
-    def of_slots(self, num_slots: int, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def of_slots(
+        self, num_slots: int, mesh: Mesh, ops: "StateOps | None"
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Its arrays for all slots, on the devices of a mesh."""
-        return tuple(array.of_slots(num_slots, mesh) for array in self.arrays)
+        return tuple(array.of_slots(num_slots, mesh, ops) for array in self.arrays)
 
 
 def last_inputs(width: int, num_channels: int, dtype: DTypeLike) -> StateArray:
     """What a short convolution over `width` tokens keeps: its inputs, cut by channels."""
-    return StateArray((width - 1, num_channels), state_dtype(dtype), (None, "heads"))
+    return StateArray((width - 1, num_channels), state_dtype(dtype), (None, "heads"), width)
 
 
 def head_matrices(num_heads: int, rows: int, columns: int) -> StateArray:
@@ -79,6 +82,7 @@ class StateOps:
     conv: ConvOp
     delta: DeltaOp
     ssd: SsdOp
+    copies: StateCopies  # to and from snapshots
     self_attention: SelfAttentionOp  # of mixers that keep nothing
     row_sums: RowSums | None = None  # None: XLA adds up
 

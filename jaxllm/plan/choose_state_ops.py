@@ -1,11 +1,12 @@
 """Chooses the kernels of mixers that keep a state, once per engine. A fallback is always logged."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from jaxllm_kernels.causal_conv.native import NativeConv
+from jaxllm_kernels.causal_conv.tpu import TpuConv
 from jaxllm_kernels.causal_conv.xla import XlaConv
 from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.gated_delta.tpu import TpuDelta
@@ -13,15 +14,18 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
+from jaxllm_kernels.recurrent.tpu_blocks import check_slots
 from jaxllm_kernels.row_sums.api import RowSums
 from jaxllm_kernels.ssd.native import NativeSsd
+from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.layers.gated_delta import GatedDeltaSpec
 from jaxllm.layers.kimi_delta import KimiDeltaSpec
 from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.short_conv import ShortConvSpec
-from jaxllm.layers.state import StateOps
+from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.logging import init_logger
 from jaxllm.models.specs import Architecture
 
@@ -36,13 +40,18 @@ def choose_state_ops(
     chip: Chip,
     library: Library | NoLibrary,
     architecture: Architecture,
+    parts: Iterable[Any],
     dtype: Any,
     row_sums: RowSums | None,
     num_shards: int,
     *,
     is_encoder: bool,
-) -> StateOps:
-    """The implementations of the ops of mixers without pages."""
+) -> StateOps | None:
+    """The implementations of the ops of mixers without pages; None if the model has none of these.
+    `parts` are the abstract models of all stages."""
+    configs = [config for part in parts for config in part.state_configs]
+    if not configs:
+        return None
     ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
     if is_encoder:
         if chip.platform != "cpu":
@@ -51,9 +60,14 @@ def choose_state_ops(
     mixers = {mixer for layer in architecture.layers for mixer in layer.mixers}
     kinds = {type(mixer) for mixer in mixers}
     load: dict[str, Callable[[], Any]] = {}
-    if chip.platform == "tpu" and not kinds.isdisjoint(_DELTA):
-        load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
-        logger.warning("convolutions of recurrent layers: XLA's, since %s has no kernel", chip.name)
+    if chip.platform == "tpu":
+        load["copies"] = functools.partial(_copies_on_tpu, chip, configs, num_shards)
+        if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
+            load["conv"] = functools.partial(_conv_on_tpu, chip, configs, num_shards)
+        if not kinds.isdisjoint(_DELTA):
+            load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
+        if MambaSpec in kinds:
+            load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers)
     elif chip.platform != "cpu":
         logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
@@ -72,6 +86,26 @@ def choose_state_ops(
     return ops
 
 
+def _conv_on_tpu(chip: Chip, configs: Iterable[StateConfig], num_shards: int) -> TpuConv:
+    """The kernels; raises ValueError unless they copy a device's channels of all states."""
+    conv = TpuConv(chip=chip.name)
+    for array in (array for config in configs for array in config.arrays):
+        if array.width is not None:
+            conv.check(array.shape[1] // num_shards)
+    return conv
+
+
+def _copies_on_tpu(chip: Chip, configs: Iterable[StateConfig], num_shards: int) -> TpuCopies:
+    """The kernel; raises ValueError unless it copies a device's part of all states."""
+    for array in (array for config in configs for array in config.arrays):
+        *_, rows, columns = array.shape
+        if array.width is None:
+            check_slots(rows, columns)
+        else:
+            check_slots(TpuConv(chip=chip.name).num_inputs(array.width), columns // num_shards)
+    return TpuCopies(chip=chip.name)
+
+
 def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
     """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
     delta = TpuDelta(chip=chip.name)
@@ -85,11 +119,21 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
     return delta
 
 
+def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    ssd = TpuSsd(chip=chip.name)
+    for mixer in mixers:
+        if isinstance(mixer, MambaSpec):
+            ssd.check(mixer.head_size, mixer.state_size)
+    return ssd
+
+
 def state_ops_by_xla(chip: Chip) -> StateOps:
     """The implementations that every chip has, with their tunables for this one."""
     return StateOps(
         conv=XlaConv(),
         delta=XlaDelta().tuned_for(chip),
         ssd=XlaSsd().tuned_for(chip),
+        copies=XlaCopies(),
         self_attention=XlaSelfAttention().tuned_for(chip),
     )

@@ -61,7 +61,7 @@ from jaxllm.plan.generation_config import (
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.images import plan_images, with_images
-from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.snapshots import choose_snapshots
@@ -97,8 +97,7 @@ def make_plan(
     devices = jax.devices() if devices is None else devices
     meshes = stage_meshes(devices, config.parallel)
     num_shards = meshes[0].shape[TENSOR]
-    # A device of this process if there is one, since only that reports its memory.
-    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    device = own_device(devices)
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_config(model_dir)
@@ -208,7 +207,11 @@ def make_plan(
         dtype,
         sees_ahead=image_spec is not None and image_spec.sees_all,
     )
-
+    is_invariant = model.batch_invariant
+    row_sums = choose_row_sums(library, is_invariant=is_invariant)
+    state_ops = choose_state_ops(
+        chip, library, architecture, in_parts, dtype, row_sums, num_shards, is_encoder=is_encoder
+    )
     sizes = CacheSizes(
         block_size=block_size,
         max_model_len=max_model_len,
@@ -233,10 +236,11 @@ def make_plan(
                     cache(c, num_blocks[window_of(c)], mesh) for c in abstract.attention_configs
                 ),
                 state_shapes=tuple(
-                    state.of_slots(max_num_seqs, mesh) for state in abstract.state_configs
+                    state.of_slots(max_num_seqs, mesh, state_ops)
+                    for state in abstract.state_configs
                 ),
                 snapshot_shapes=tuple(
-                    state.of_slots(snapshots.count, mesh)
+                    state.of_slots(snapshots.count, mesh, state_ops)
                     for state in abstract.state_configs
                     if snapshots is not None
                 ),
@@ -311,7 +315,7 @@ def make_plan(
             cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
             min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
-            device=stage.mesh.devices.flat[0],
+            device=own_device(stage.mesh.devices.flat),
             num_devices=num_devices,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )
@@ -319,9 +323,7 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     stages = plan_stages(cache_groups, snapshots)
-    is_invariant = model.batch_invariant
     matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
-    row_sums = choose_row_sums(library, is_invariant=is_invariant)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -358,11 +360,7 @@ def make_plan(
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))
         ),
-        state_ops=choose_state_ops(
-            chip, library, architecture, dtype, row_sums, num_shards, is_encoder=is_encoder
-        )
-        if keeps_states
-        else None,
+        state_ops=state_ops,
         snapshots=snapshots,
         sampling=choose_sampling(
             config, chip, library, num_shards, row_sums, samples=pooling is None

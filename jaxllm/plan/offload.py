@@ -38,10 +38,6 @@ class OffloadPlan:
         return f"{format_bytes(self.num_bytes)} on the host"
 
 
-def _num_hosts(stages: Sequence[StagePlan]) -> int:
-    return len({device.process_index for stage in stages for device in stage.mesh.devices.flat})
-
-
 def plan_offload(
     asked: CacheConfig,
     hand_over: HandOverConfig,
@@ -59,9 +55,6 @@ def plan_offload(
     if has_states and snapshots is None:
         why = "states of recurrent layers are found by their snapshots, and there are none"
         raise refused(option, size, f"{why}; raise num_state_snapshots")
-    if has_states and _num_hosts(stages) > 1:
-        why = "it was not shown for states of recurrent layers over several hosts"
-        raise refused(option, size, f"{why}; leave it out")
     if has_states and hand_over.kv_role is not None:
         why = "the model has recurrent layers, whose states are not handed over"
         raise refused("kv_role", hand_over.kv_role, f"{why}; leave it out")

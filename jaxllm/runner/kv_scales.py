@@ -150,7 +150,7 @@ def _read(
         )
         states = jax.tree.map(
             lambda array: jnp.zeros(array.shape, array.dtype),
-            tuple(config.of_slots(1, mesh) for config in model.state_configs),
+            tuple(config.of_slots(1, mesh, plan.state_ops) for config in model.state_configs),
         )
         nothing = tuple(jnp.zeros((heads, 2), jnp.float32) for heads in num_heads)
         caches = (*nothing, *states)

@@ -117,7 +117,7 @@ def make_step(
         head = plan.draft_head
         block_tables = update_block_tables(state.block_tables, inputs.block_updates)
         state = dataclasses.replace(state, block_tables=block_tables)
-        state = load_states(stage, inputs, state)
+        state = load_states(stage, plan.state_ops, inputs, state)
         drafting = make_drafting(plan, model, draft and draft.merge(weights[spec.num_weights :]))
         context_lens = _context_lens(inputs, state.lengths)
         batches = {
@@ -181,7 +181,7 @@ def make_step(
             )
         state = dataclasses.replace(state, caches=caches)
         if drafting is None:
-            state = store_states(stage, inputs, state)
+            state = store_states(stage, plan.state_ops, inputs, state)
         if stage.part.has_head:
             slices = _compute_slices(layout, inputs, model, hidden)
             if plan.pooling is not None:
@@ -198,7 +198,7 @@ def make_step(
             state, outputs = verify_and_propose(
                 plan, model, drafting, inputs, context_lens, forward, state, slices, last
             )
-            return store_states(stage, inputs, state), outputs
+            return store_states(stage, plan.state_ops, inputs, state), outputs
         return _set_lengths(state, inputs, context_lens), StageOutputs(hidden=hidden)
 
     return step

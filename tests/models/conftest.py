@@ -17,6 +17,7 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.mla.api import LatentConfig, get_latent_backend
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, get_backend
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
+from jaxllm_kernels.recurrent.copies import XlaCopies
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.cache_config import CacheConfig
@@ -36,7 +37,11 @@ from jaxllm.weights.loader import load_weights
 BLOCK_SIZE = 4
 PADDING = 1  # a token like others
 STATE_OPS = StateOps(
-    conv=XlaConv(), delta=XlaDelta(), ssd=XlaSsd(), self_attention=XlaSelfAttention()
+    conv=XlaConv(),
+    delta=XlaDelta(),
+    ssd=XlaSsd(),
+    copies=XlaCopies(),
+    self_attention=XlaSelfAttention(),
 )
 
 
@@ -166,7 +171,7 @@ class SingleRow:
 
     def _states(self, config: StateConfig) -> tuple[jax.Array, ...]:
         """The states of a mixer, with garbage in both slots."""
-        shapes = config.of_slots(2, self.mesh)
+        shapes = config.of_slots(2, self.mesh, STATE_OPS)
         return tuple(jax.device_put(np.full(s.shape, 77, s.dtype), s.sharding) for s in shapes)
 
 

@@ -1,9 +1,10 @@
-"""A decode step of Qwen3.5-35B-A3B's layers, cut over TPU chips that are not there: the matrices of
-all slots stay where they are, and the kernel reads and writes those of the step's rows."""
+"""A decode step of Qwen3.5-35B-A3B's layers, cut over TPU chips that are not there: the states of
+all slots stay where they are, and kernels read and write those of the step's rows."""
 
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -30,8 +31,9 @@ NUM_LAYERS, NUM_SHARDS = 4, 8
 
 
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
-def test_a_decode_step_moves_no_matrices_of_all_slots(chip, tmp_path):
-    """A device has 16 MiB of them in a layer, which XLA would take into VMEM and back."""
+def test_a_decode_step_moves_no_states_of_all_slots(chip, tmp_path):
+    """A device has 16 MiB of matrices in a layer, and 512 KiB of inputs of convolutions, which XLA
+    would take into VMEM and back."""
     config = json.loads(CONFIGS.read_text())["Qwen3.6 35B-A3B"]
     decoder = config["text_config"]
     decoder |= {"num_hidden_layers": NUM_LAYERS, "layer_types": decoder["layer_types"][:NUM_LAYERS]}
@@ -45,7 +47,9 @@ def test_a_decode_step_moves_no_matrices_of_all_slots(chip, tmp_path):
         enable_expert_parallel=True,
     )
     plan = make_plan(args, topology_devices(f"{chip}-8")[:NUM_SHARDS])
-    assert plan.state_ops is not None and plan.state_ops.delta.name == "tpu"
+    ops = plan.state_ops
+    assert ops is not None
+    assert {op.name for op in (ops.conv, ops.delta, ops.copies)} == {"tpu"}
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = max(bucket for bucket in plan.buckets if bucket.decode_only)
     program = declared[bucket]
@@ -61,6 +65,10 @@ def test_a_decode_step_moves_no_matrices_of_all_slots(chip, tmp_path):
     assert not whole_array_copies(hlo, arrays)
     # `copies` takes what enters VMEM for a prefetch.
     assert "f32[64,4,128,128]{3,2,1,0:T(8,128)S(1)}" not in hlo
+    # Arrays of the step's rows have this shape, too, and are in VMEM.
+    made = re.findall(r"= u16\[64,4,1024\]\S* ([\w-]+)\(", hlo)
+    moves = {"copy", "copy-start", "copy-done", "gather", "scatter", "dynamic-update-slice"}
+    assert "custom-call" in made and not moves & set(made)
     in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
     assert memory.alias_size_in_bytes >= in_place
     # The states of a layer are 16 MiB, the logits of all rows 7.6.

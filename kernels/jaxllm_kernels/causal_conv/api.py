@@ -4,10 +4,10 @@ Each channel is a filter of W taps over the tokens of its own sequence, with zer
 
     out_t = activation(bias + sum over j < W of weight_(W - 1 - j) x_(t - j))
 
-The state has the last W - 1 inputs of each request, the newest last. It goes on from row to row
-(see `recurrent.rows`).
+The state has the last inputs of each request, the newest last: W - 1 of them, which the next token
+needs, or more. It goes on from row to row (see `recurrent.rows`).
 
-Axis letters: T tokens, C channels, W width, S slots.
+Axis letters: T tokens, C channels, W width, I inputs of a state, S slots.
 """
 
 from typing import Literal, Protocol
@@ -30,6 +30,10 @@ class ConvOp(Protocol):
         """For logs and reports."""
         ...
 
+    def num_inputs(self, width: int) -> int:
+        """The inputs that a state has: W - 1 or more."""
+        ...
+
     def __call__(
         self,
         x: jax.Array,
@@ -46,7 +50,7 @@ class ConvOp(Protocol):
           x: [T, C].
           weight: [W, C]; the last tap is that of the token itself.
           bias: [C].
-          state: [S, W - 1, C] of `state_dtype`. Donate it: it is updated in place.
+          state: [S, I, C] of `state_dtype`. Donate it: it is updated in place.
 
         Sums are float32. A row's results do not depend on other rows. What padding has, has no
         influence; its outputs are arbitrary.

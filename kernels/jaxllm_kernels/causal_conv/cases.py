@@ -56,11 +56,11 @@ def error(op: ConvOp, name: str, layer: Filter, dtype: DTypeLike = "float32") ->
     def draw(random: np.random.Generator, count: int) -> np.ndarray:
         return random.normal(size=(count, layer.num_channels)).astype(jnp.dtype(dtype))
 
-    bits = np.full((case.num_slots, layer.width - 1, layer.num_channels), np.nan)
+    shape = (case.num_slots, op.num_inputs(layer.width), layer.num_channels)
     outputs = run_case(
         case,
         lambda x, state, rows: op(x, weight, bias, state, rows, activation=layer.activation),
-        jnp.asarray(bits.astype(jnp.dtype(dtype)).view(state_dtype(dtype))),
+        jnp.asarray(np.full(shape, np.nan, jnp.dtype(dtype)).view(state_dtype(dtype))),
         draw,
     )
     return largest_error(outputs, lambda random, count: layer.expected(draw(random, count)))

@@ -27,6 +27,9 @@ class NativeConv:
         library.add_conv()
         return cls(library)
 
+    def num_inputs(self, width: int) -> int:
+        return width - 1
+
     def __call__(
         self,
         x: jax.Array,

@@ -17,6 +17,9 @@ class ReferenceConv:
 
     name: str = "reference"
 
+    def num_inputs(self, width: int) -> int:
+        return width - 1
+
     def __call__(
         self,
         x: jax.Array,

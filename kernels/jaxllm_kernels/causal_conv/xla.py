@@ -21,6 +21,9 @@ class XlaConv:
 
     name: str = "xla"
 
+    def num_inputs(self, width: int) -> int:
+        return width - 1
+
     def __call__(
         self,
         x: jax.Array,
@@ -31,33 +34,48 @@ class XlaConv:
         *,
         activation: Activation | None,
     ) -> tuple[jax.Array, jax.Array]:
-        num_rows, num_tokens, width = len(rows.slots), len(x), len(weight)
-        taps = weight.astype(jnp.float32)
         before = _before(state, rows)
-        before = from_storage(before, x.dtype)  # [R, W - 1, C]; zeros are zeros in every dtype
-        inputs = x.astype(jnp.float32)
-        y = taps[-1] * inputs
-        if bias is not None:
-            y = y + bias.astype(jnp.float32)
-        if rows.decode_only:
-            y = y + (taps[:-1] * before.astype(jnp.float32)).sum(axis=1)
-            last = jnp.concatenate([before[:, 1:], x[:, None]], axis=1)
-        else:
-            offsets = rows.offsets[:, None]
-            for shift in range(1, width):
-                shifted = jnp.pad(inputs, ((shift, 0), (0, 0)))[:num_tokens]
-                y = y + jnp.where(offsets >= shift, taps[width - 1 - shift] * shifted, 0)
-            first = rows.token_rows[:, None] * (width - 1) + offsets
-            first = jnp.where(offsets < width - 1, first, num_rows * (width - 1))[:, 0]
-            rests = _rests(before.astype(jnp.float32), taps).reshape(-1, x.shape[1])
-            y = y + rests.at[first].get(mode="fill", fill_value=0)
-            last = _last_inputs(x, before, rows)
-        state = state.at[rows.slots].set(to_storage(last), mode="drop")
-        return activate(y, activation).astype(x.dtype), state
+        y, last = convolve(x, weight, bias, before, rows, activation=activation)
+        return y, state.at[rows.slots].set(last, mode="drop")
+
+
+def convolve(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    before: jax.Array,
+    rows: StateRows,
+    *,
+    activation: Activation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs [T, C], and the last inputs that each row leaves [R, I, C]. `before` are those
+    before each row, [R, I, C] of `state_dtype`, with zeros before the first token of a request."""
+    num_rows, num_tokens, width = len(rows.slots), len(x), len(weight)
+    taps = weight.astype(jnp.float32)
+    before = from_storage(before, x.dtype)  # zeros are zeros in every dtype
+    read = before[:, before.shape[1] - (width - 1) :].astype(jnp.float32)
+    inputs = x.astype(jnp.float32)
+    y = taps[-1] * inputs
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if rows.decode_only:
+        y = y + (taps[:-1] * read).sum(axis=1)
+        last = jnp.concatenate([before[:, 1:], x[:, None]], axis=1)
+    else:
+        offsets = rows.offsets[:, None]
+        for shift in range(1, width):
+            shifted = jnp.pad(inputs, ((shift, 0), (0, 0)))[:num_tokens]
+            y = y + jnp.where(offsets >= shift, taps[width - 1 - shift] * shifted, 0)
+        first = rows.token_rows[:, None] * (width - 1) + offsets
+        first = jnp.where(offsets < width - 1, first, num_rows * (width - 1))[:, 0]
+        rests = _rests(read, taps).reshape(-1, x.shape[1])
+        y = y + rests.at[first].get(mode="fill", fill_value=0)
+        last = _last_inputs(x, before, rows)
+    return activate(y, activation).astype(x.dtype), to_storage(last)
 
 
 def _before(state: jax.Array, rows: StateRows) -> jax.Array:
-    """The inputs before each row, or zeros: [R, W - 1, C], of the state's dtype."""
+    """The inputs before each row, or zeros: [R, I, C], of the state's dtype."""
 
     def read() -> jax.Array:
         return state.at[rows.slots].get(mode="fill", fill_value=0)
@@ -79,7 +97,7 @@ def _rests(before: jax.Array, taps: jax.Array) -> jax.Array:
 
 
 def _last_inputs(x: jax.Array, before: jax.Array, rows: StateRows) -> jax.Array:
-    """The last W - 1 inputs that each row leaves, of its state and its tokens: [R, W - 1, C]."""
+    """The last inputs that each row leaves, of its state and its tokens: [R, I, C]."""
     count = before.shape[1]
     # Their places in the row; below zero they are those of the state.
     places = rows.num_kept[:, None] - count + jnp.arange(count)

@@ -2,14 +2,13 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from jaxllm_kernels.gated_delta.xla import XlaDelta
-from jaxllm_kernels.platform import CHIPS, Chip
+from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.tpu_blocks import check_blocks
+from jaxllm_kernels.recurrent.tpu_blocks import check_blocks, chip_named, interpreter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +47,11 @@ class TpuDelta:
             run_decodes,
             chip=self._chip,
             block_bytes=self.block_bytes,
-            interpret=self._interpreter(),
+            interpret=interpreter(self._chip, self.interpret),
         )
         by_xla = XlaDelta().tuned_for(self._chip)
         return by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)
 
     @property
     def _chip(self) -> Chip:
-        return CHIPS.get(self.chip, Chip(name=self.chip, platform="tpu"))
-
-    def _interpreter(self) -> Any:
-        if not self.interpret:
-            return False
-        from jax.experimental.pallas import tpu as pltpu
-
-        # A copy is done when it starts: a missing wait is a race, which is found.
-        return pltpu.InterpretParams(
-            detect_races=True,
-            dma_execution_mode="eager",
-            num_cores_or_threads=self._chip.num_cores,
-        )
+        return chip_named(self.chip)

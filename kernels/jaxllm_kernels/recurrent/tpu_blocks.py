@@ -5,16 +5,17 @@ and the last one is written, so a state is read once and written once.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.platform import CHIPS, Chip
 from jaxllm_kernels.recurrent.rows import StateRows
 
-_LANES = 128
+LANES = 128
+SUBLANES = 8
 # Of this many bytes a copy takes longer than a step of a grid costs beside it.
 _BLOCK_BYTES = 1 << 20
 # Blocks in memory: two that are read, and two that are written.
@@ -24,19 +25,50 @@ _BLOCKS_HELD = 4
 SKIP, GO_ON, BEGIN = 0, 1, 2
 
 
+def chip_named(name: str) -> Chip:
+    """A chip to compile for, or to emulate."""
+    return CHIPS.get(name, Chip(name=name, platform="tpu"))
+
+
+def interpreter(chip: Chip, interpret: bool) -> Any:
+    """What emulates a kernel on a CPU, with a race detector; False if none does."""
+    if not interpret:
+        return False
+    # Importing Pallas takes long, and other platforms do not need it.
+    from jax.experimental.pallas import tpu as pltpu
+
+    # A copy is done when it starts: a missing wait is a race, which is found.
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="eager", num_cores_or_threads=chip.num_cores
+    )
+
+
+def check_slots(rows: int, columns: int) -> None:
+    """Raise ValueError unless states, which end with these axes, fill tiles. In others XLA has
+    slots where a tile has rows, so that the state of a slot is not in one place in memory."""
+    if columns % LANES or (rows % SUBLANES and rows & (rows - 1)):
+        raise ValueError(f"states of {rows} x {columns} fill no tiles")
+
+
 def check_blocks(chip: Chip, heads_together: int, sizes: tuple[int, int]) -> None:
     """Raise ValueError unless a kernel can take states of these sizes, so many heads together."""
     if not chip.vmem_bytes:
         raise ValueError(f"the chip {chip.name!r} is not known")
-    if any(size % _LANES for size in sizes):
-        raise ValueError(f"states of {sizes[0]} x {sizes[1]} are no multiples of {_LANES}")
+    if any(size % LANES for size in sizes):
+        raise ValueError(f"states of {sizes[0]} x {sizes[1]} are no multiples of {LANES}")
     num_bytes = _BLOCKS_HELD * heads_together * 4 * math.prod(sizes)
     if num_bytes > chip.vmem_bytes // 2:
         raise ValueError(f"{_BLOCKS_HELD} blocks of {heads_together} heads do not fit into VMEM")
 
 
 def heads_of_block(
-    num_heads: int, heads_together: int, state_bytes: int, chip: Chip, block_bytes: int | None
+    num_heads: int,
+    heads_together: int,
+    state_bytes: int,
+    chip: Chip,
+    block_bytes: int | None,
+    *,
+    cuts: bool = False,
 ) -> int:
     """How many heads a block has: as many as fit, and no more than give each core a block.
 
@@ -44,12 +76,15 @@ def heads_of_block(
       heads_together: so many, or a multiple of it.
       state_bytes: those of a head.
       block_bytes: those of a block at most; None: the usual number.
+      cuts: whether several blocks can have equal parts of what else is together.
     """
-    most = max(block_bytes or _BLOCK_BYTES, heads_together * state_bytes) // state_bytes
+    fewest = 1 if cuts else heads_together
+    most = max(block_bytes or _BLOCK_BYTES, fewest * state_bytes) // state_bytes
     fitting = [
         count
-        for count in range(heads_together, min(most, num_heads) + 1, heads_together)
+        for count in range(fewest, min(most, num_heads) + 1)
         if num_heads % count == 0
+        and (count % heads_together == 0 or (cuts and heads_together % count == 0))
     ]
     for_cores = [count for count in fitting if num_heads // count >= chip.num_cores]
     return max(for_cores or fitting)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import decodes_at_once, scan_rows
+from jaxllm_kernels.recurrent.scan import Decodes, decodes_at_once, scan_rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ class XlaSsd:
         rate: jax.Array,
         state: jax.Array,
         rows: StateRows,
+        *,
+        decodes: Decodes | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        """`decodes` computes them in place of XLA."""
         return scan_rows(
             _step,
             advance_tile,
@@ -51,6 +54,7 @@ class XlaSsd:
             rows,
             out_shape=x.shape[1:],
             at_once=self.at_once,
+            decodes=decodes,
         )
 
 

@@ -1,0 +1,86 @@
+"""Mamba2's state space on TPUs, emulated on a CPU: results, races, and rows that are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error
+from jaxllm_kernels.ssd.tpu import TpuSsd
+from jaxllm_kernels.ssd.xla import XlaSsd
+
+# Blocks of two heads of 64 x 128.
+OP = TpuSsd(chip="v6e", interpret=True, block_bytes=1 << 16)
+WHOLE = TpuSsd(chip="v6e", interpret=True)
+TWO_CORES = TpuSsd(chip="v4", interpret=True)
+LAYERS = {
+    # A block has a part of a group.
+    "usual": Layer(num_groups=1, head_size=64, state_size=128),
+    # Three heads do not fill rows of 128.
+    "odd heads": Layer(num_groups=1, num_heads=3, head_size=64, state_size=128),
+    "groups": Layer(num_groups=2, num_heads=4, head_size=32, state_size=256),
+    "large heads": Layer(num_groups=4, num_heads=4, head_size=128, state_size=128),
+}
+# A slot that a later request takes is not read.
+ALWAYS = [("slots pass on", "usual", OP), ("decodes", "groups", WHOLE)]
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    yield
+    # Where the interpreter keeps its findings; there is no public name.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "op"),
+    [
+        *ALWAYS,
+        *(
+            pytest.param(*it, marks=pytest.mark.sweep)
+            for it in (
+                *((name, "usual", OP) for name in CASES),
+                *(("decodes", layer, op) for layer in LAYERS for op in (OP, WHOLE, TWO_CORES)),
+            )
+            if it not in ALWAYS
+        ),
+    ],
+    ids=lambda value: f"{value.chip} {value.block_bytes}" if isinstance(value, TpuSsd) else value,
+)
+def test_cases(name, layer, op):
+    assert error(op, name, LAYERS[layer]) < TOLERANCE
+
+
+def test_rows_without_a_slot_change_no_state():
+    # Skipped ones come first, between others and last; 4 is no slot.
+    slots = (4, 4, 2, 4, 0, 4)
+    layer, num_rows, num_slots = LAYERS["odd heads"], 6, 4
+    random = np.random.default_rng(0)
+    shape = (num_slots, layer.num_heads, layer.head_size, layer.state_size)
+    state = jnp.asarray(random.normal(size=shape), jnp.float32)
+    operands = (*map(jnp.asarray, draw(layer, random, num_rows)), jnp.asarray(layer.rate))
+    batch = RaggedBatch(
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        context_lens=jnp.full(num_rows, 9),
+        block_tables=jnp.zeros((num_rows, 0), jnp.int32),
+        num_decodes=jnp.int32(num_rows - 1),
+        block_size=1,
+        decode_only=True,
+    )
+    rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
+    (out, after), (right, expected) = (
+        jax.jit(op)(*operands, state, rows) for op in (OP, XlaSsd(at_once=8))
+    )
+    its = jnp.array([row for row in range(num_rows - 1) if slots[row] < num_slots])
+    np.testing.assert_allclose(out[its], right[its], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after, expected, atol=1e-5)
+    assert np.isfinite(out).all()
+    others = jnp.array([slot for slot in range(num_slots) if slot not in slots])
+    np.testing.assert_array_equal(after[others], state[others])

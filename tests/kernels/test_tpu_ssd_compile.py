@@ -1,0 +1,135 @@
+"""Mamba2's state space and the copies of states pass the TPU compilers: no array of states is
+gathered, copied or scattered."""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxllm_kernels.causal_conv.tpu import TpuConv
+from jaxllm_kernels.platform import chip_of
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.recurrent.copies import TpuCopies
+from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.ssd.tpu import TpuSsd
+from jaxllm_kernels.topology import topology_devices
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="NOTHING IS COMPILED FOR TPUS: libtpu is not installed (pip install 'jax[tpu]')",
+    ),
+]
+
+SLICES = {"v4": "v4-8", "v5e": "v5e-8", "v6e": "v6e-8", "v7x": "v7x-8"}
+NUM_SLOTS, NUM_SNAPSHOTS, WIDTH = 96, 40, 4
+# Heads of 64 x 128 of a device, and their groups.
+MODELS = {
+    "Nemotron 3 Nano over eight": (8, 1),
+    "Granite 4.0 H Tiny": (48, 1),
+    "Nemotron 3 Nano": (64, 8),
+}
+
+
+def compile_mamba(
+    device,
+    *,
+    num_heads: int = 64,
+    num_groups: int = 8,
+    decode_only: bool = True,
+    num_rows: int = 64,
+    dtype=jnp.bfloat16,
+) -> jax.stages.Compiled:
+    """A layer's copies of snapshots, convolution and state space."""
+    sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    num_tokens = num_rows if decode_only else 512
+    chip = chip_of(device)
+    conv, ssd, copies = (op(chip=chip.name) for op in (TpuConv, TpuSsd, TpuCopies))
+    sizes = num_heads * 64, num_groups * 128, num_groups * 128
+    conv.check(sum(sizes))
+    ssd.check(64, 128)
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def run(xbc, step, rate, taps, states, snapshots, pairs, slots, starts, context_lens, counts):
+        batch = RaggedBatch(
+            query_starts=starts,
+            context_lens=context_lens,
+            block_tables=jnp.zeros((num_rows, 0), jnp.int32),
+            num_decodes=counts[0],
+            block_size=1,
+            decode_only=decode_only,
+        )
+        rows = prepare_rows(batch, slots, num_tokens=num_tokens, num_slots=NUM_SLOTS)
+        inputs, matrices = copies(snapshots, states, pairs, counts[1])
+        xbc, inputs = conv(xbc, taps, None, inputs, rows, activation="silu")
+        ends = [sizes[0], sizes[0] + sizes[1]]
+        x, b, c = (
+            part.reshape(num_tokens, -1, size)
+            for part, size in zip(jnp.split(xbc, ends, axis=1), (64, 128, 128), strict=True)
+        )
+        out, matrices = ssd(x, b, c, step, rate, matrices, rows)
+        return out, (inputs, matrices)
+
+    def states(count):
+        bits = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+        inputs = array(count, conv.num_inputs(WIDTH), sum(sizes), dtype=bits)
+        return inputs, array(count, num_heads, 64, 128)
+
+    shapes = ((8, 2), (num_rows,), (num_rows + 1,), (num_rows,), (2,))
+    integers = (array(*shape, dtype=jnp.int32) for shape in shapes)
+    lowered = jax.jit(run, donate_argnums=4).lower(
+        array(num_tokens, sum(sizes), dtype=dtype),
+        array(num_tokens, num_heads),
+        array(num_heads),
+        array(WIDTH, sum(sizes), dtype=dtype),
+        states(NUM_SLOTS),
+        states(NUM_SNAPSHOTS),
+        *integers,
+    )
+    return lowered.compile(dict(chip.compiler_options))
+
+
+@pytest.mark.parametrize(
+    ("chip", "model", "options"),
+    [
+        ("v6e", "Nemotron 3 Nano over eight", {}),
+        *(
+            pytest.param(chip, model, options, marks=pytest.mark.sweep)
+            for chip in SLICES
+            for model, options in (
+                ("Nemotron 3 Nano", {}),
+                ("Nemotron 3 Nano", {"decode_only": False}),
+                ("Granite 4.0 H Tiny", {}),
+                ("Granite 4.0 H Tiny", {"num_rows": 1}),
+                ("Granite 4.0 H Tiny", {"dtype": jnp.float32}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_no_decode_gathers_or_copies_states(chip, model, options):
+    num_heads, num_groups = MODELS[model]
+    compiled = compile_mamba(
+        topology_devices(SLICES[chip])[0], num_heads=num_heads, num_groups=num_groups, **options
+    )
+    num_channels = num_heads * 64 + 2 * num_groups * 128
+    itemsize = jnp.dtype(options.get("dtype", jnp.bfloat16)).itemsize
+    input_bytes, state_bytes = 4 * num_channels * itemsize, 4 * num_heads * 64 * 128
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes == NUM_SLOTS * (input_bytes + state_bytes)
+    arrays = rf"\w+\[{NUM_SLOTS},(?:4,{num_channels}|{num_heads},64,128)\](\S*) ([\w-]+)\("
+    made = re.findall(rf"= {arrays}", hlo)
+    assert made
+    for layout, opcode in made:
+        assert opcode not in {"copy", "copy-start", "copy-done", "gather", "scatter", "transpose"}
+        assert "S(1)" not in layout, "an array of all slots is in VMEM"
+    if options.get("decode_only", True):
+        # XLA's loop has the states of 32 rows beside.
+        num_rows = options.get("num_rows", 64)
+        assert memory.temp_size_in_bytes < 4 * num_rows * input_bytes + 4 * state_bytes
