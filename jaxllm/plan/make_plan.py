@@ -3,7 +3,6 @@
 Every choice that depends on the model, the platform or the memory is made and checked here, once.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,8 +149,6 @@ def make_plan(
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if speculation is not None and keeps_states:
-        speculation = dataclasses.replace(speculation, keeps_states=True)
     adapters = plan_adapters(
         config, in_parts, meshes, dtype, op=choose_low_rank(config, library, num_shards)
     )

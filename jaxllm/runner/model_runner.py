@@ -35,7 +35,7 @@ from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.kv_scales import with_calculated_scales
-from jaxllm.runner.late import Left, late_key
+from jaxllm.runner.late import Left, Unsampled, late_key
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
@@ -78,7 +78,8 @@ class PendingStep:
             self.send(outputs)
 
     def send(self, outputs: StepOutputs) -> None:
-        """Send the complete outputs of the step to the host. Logits that nobody wants are freed."""
+        """Send the complete outputs of the step to the host. What nobody wants is freed."""
+        outputs = dataclasses.replace(outputs, kept=())
         if not self._wants_logits:
             outputs = dataclasses.replace(outputs, logits=None)
         self.outputs = outputs
@@ -241,7 +242,9 @@ class ModelRunner:
         left = Left(outputs.tokens, outputs.logprobs, drafted)
         key = late_key(self._plan, step.bucket)
         packed = self._packer.pack_late(step.schedule, key, masks)
-        left = self._model.sample_late(key, left, outputs.logits, packed)
+        # In a program for decodes no row has drafts.
+        kept = outputs.kept if key.num_drafts else ()
+        left = self._model.sample_late(key, left, Unsampled(outputs.logits, kept), packed)
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         step.send(
             dataclasses.replace(
