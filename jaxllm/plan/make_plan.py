@@ -148,7 +148,6 @@ def make_plan(
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
-    keeps_states = any(abstract.state_configs for abstract in in_parts)
     adapters = plan_adapters(
         config, in_parts, meshes, dtype, op=choose_low_rank(config, library, num_shards)
     )
