@@ -91,8 +91,6 @@ class Speculation:
     # How many drafts rows get if so many requests run, from 1; more requests get none. The plan
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
-    # Whether layers of the model keep states; the plan knows.
-    keeps_states: bool = False
     # Whether one host has all devices of a replica; the plan knows.
     is_on_one_host: bool = True
 
@@ -117,9 +115,9 @@ class Speculation:
     @property
     def verifies_late(self) -> bool:
         """Whether rows with a grammar may have drafts, which a second program verifies: if the host
-        can read them in time, and if no states go on over those that are right. What is proposed
-        comes with the tokens of the step before, and other drafts come from a device of its own."""
-        return (self.proposes or self.is_on_one_host) and not self.keeps_states
+        can read them in time. What is proposed comes with the tokens of the step before, and other
+        drafts come from a device of its own."""
+        return self.proposes or self.is_on_one_host
 
     @property
     def max_rows(self) -> int:

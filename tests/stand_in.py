@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.cache_groups import CacheGroup
 from jaxllm.lora.request import AdapterLimits
+from jaxllm.lora.shelf import HostShelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.scheduler.schedule import Schedule, StepResult
@@ -90,8 +91,9 @@ class _NoDevice:
     def execute(self, schedule: Schedule) -> "_Done":
         return _Done(schedule.num_rows)
 
-    def lay_out_adapter(self, adapter: object) -> object:
-        return adapter
+    def shelf(self) -> HostShelf:
+        assert self.info.adapters is not None
+        return HostShelf(self.info.adapters, lambda adapter: adapter)
 
     def check(self) -> None: ...
 

@@ -205,8 +205,6 @@ class EngineCore:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self.in_flight.lose()
         self._structured_output.close()
-        if self.adapters is not None:
-            self.adapters.close()
         try:
             self.profiler.close()
         finally:

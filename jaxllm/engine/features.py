@@ -1,12 +1,11 @@
 """The host halves of an engine's features. `runner.features` has their device halves."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxllm.config import EngineConfig
 from jaxllm.handover.host import TakingOver
-from jaxllm.lora.adapter_file import Matrices
 from jaxllm.lora.host import Adapters
+from jaxllm.lora.shelf import Shelf
 from jaxllm.media.host import Images
 from jaxllm.messages import EngineInfo
 from jaxllm.pooling.host import RowPooling, TokenPooling
@@ -44,15 +43,15 @@ def structured_output(config: EngineConfig, info: EngineInfo) -> StructuredOutpu
     return StructuredOutput(lambda: load_vocabulary(config.model, info), info.vocab_size)
 
 
-class LaysOut(Protocol):
-    """What arranges adapters for the devices."""
+class HasShelf(Protocol):
+    """What fetches adapters for the devices."""
 
-    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any: ...
+    def shelf(self) -> Shelf: ...
 
 
-def adapters(config: EngineConfig, info: EngineInfo, executor: LaysOut) -> Adapters | None:
+def adapters(config: EngineConfig, info: EngineInfo, executor: HasShelf) -> Adapters | None:
     """Make the feature whose requests need slots of their own; None: the engine has no adapters."""
     if info.adapters is None:
         return None
-    num_kept = config.lora.num_kept
-    return Adapters(info.adapters, num_kept=num_kept, lay_out=executor.lay_out_adapter)
+    num_slots, num_kept = info.adapters.max_loras, config.lora.num_kept
+    return Adapters(executor.shelf(), num_slots=num_slots, num_kept=num_kept)

@@ -1,11 +1,10 @@
 """The contract of an executor, which runs the steps of an engine core."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from jaxllm.lora.adapter_file import Matrices
+from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -62,8 +61,9 @@ class Executor(Protocol):
         """Let the newest step sample its late rows, and return at once."""
         ...
 
-    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
-        """Arrange an adapter's matrices for `Schedule.adapter_writes`. Any thread may call this."""
+    def shelf(self) -> Shelf:
+        """What fetches the adapters of `Schedule.adapter_writes`; only if the engine has some
+        (`EngineInfo.adapters`)."""
         ...
 
     def mover(self) -> Mover:

@@ -14,11 +14,14 @@ from jaxllm.executor.layout import Layout, options_of
 from jaxllm.executor.link import Invitation, PeerLink
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.wire import (
+    AdapterFetched,
     Arrived,
     Build,
     Failed,
+    FetchAdapter,
     Figures,
     Fits,
+    ForgetAdapter,
     Hello,
     Move,
     Ready,
@@ -29,6 +32,7 @@ from jaxllm.executor.wire import (
     encode,
 )
 from jaxllm.logging import init_logger
+from jaxllm.lora.shelf import Fetched
 from jaxllm.parallel.distributed import broadcast
 from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.scheduler.schedule import Arrival
@@ -82,6 +86,10 @@ class _Follower:
                 self._readers[message.replica].read(self._late.pop(message.replica))
             elif isinstance(message, Move):
                 self._runners[message.replica].mover().send(message.moves)
+            elif isinstance(message, FetchAdapter):
+                self._runners[message.replica].shelf().fetch(message.adapter)
+            elif isinstance(message, ForgetAdapter):
+                self._runners[message.replica].shelf().forget(message.content)
             else:
                 pending = self._runners[message.replica].execute(message.schedule)
                 if message.schedule.late_rows is None:
@@ -100,6 +108,9 @@ class _Follower:
             if plan.offload is not None:
                 tell = functools.partial(self._tell, replica, is_first)
                 self._runners[replica].mover().follow(tell)
+            if plan.adapters is not None:
+                say = functools.partial(self._say_fetched, replica)
+                self._runners[replica].shelf().follow(say)
             infos[replica] = plan.info()
         self._link.send(encode(Ready(self._rank, infos)))
 
@@ -125,6 +136,9 @@ class _Follower:
         it by itself before it loads."""
         if is_first:
             self._link.send(encode(Arrived(replica, arrivals)))
+
+    def _say_fetched(self, replica: int, fetched: Fetched) -> None:
+        self._link.send(encode(AdapterFetched(self._rank, replica, fetched)))
 
 
 def _text(error: BaseException) -> str:

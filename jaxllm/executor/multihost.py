@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -24,7 +24,9 @@ from jaxllm.executor.follower import EXIT_LOST, follow
 from jaxllm.executor.layout import Layout, check_alike, check_same, options_of
 from jaxllm.executor.link import LeaderLink
 from jaxllm.executor.reader import Reader, Reading
+from jaxllm.executor.shelf_over_hosts import ShelfOverHosts
 from jaxllm.executor.wire import (
+    AdapterFetched,
     Arrived,
     Build,
     Execute,
@@ -41,6 +43,7 @@ from jaxllm.executor.wire import (
     encode,
 )
 from jaxllm.logging import init_logger
+from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -125,6 +128,7 @@ class _Inbox:
         self.link = link
         self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
         self._arrived: dict[int, list[Arrival]] = {}  # by replica
+        self._fetched: dict[int, list[AdapterFetched]] = {}  # by replica
 
     def await_message(self, kind: type[_Message]) -> _Message:
         """Wait for the next message, which must be of this kind."""
@@ -143,6 +147,8 @@ class _Inbox:
             self.link.check()
         if isinstance(message, StepDone):
             self._done.setdefault(message.replica, deque()).append(message)
+        if isinstance(message, AdapterFetched):
+            self._fetched.setdefault(message.replica, []).append(message)
         if isinstance(message, Arrived):
             self._arrived.setdefault(message.replica, []).extend(message.arrivals)
         return message
@@ -153,6 +159,13 @@ class _Inbox:
         if wait_s and not self._arrived.get(replica):
             self.look(wait_s)
         return self._arrived.pop(replica, [])
+
+    def take_fetched(self, replica: int, wait_s: float) -> list[AdapterFetched]:
+        """Which adapters the other ranks of a replica have read; wait for that if there is none."""
+        self.take_in()
+        if wait_s and not self._fetched.get(replica):
+            self.look(wait_s)
+        return self._fetched.pop(replica, [])
 
     def take_in(self) -> None:
         """Take in all messages that have arrived; raise when a rank is lost."""
@@ -243,8 +256,9 @@ class MultiHostExecutor:
             raise self._dead(error) from error
         pending.reading = self._reader.read(its)
 
-    def lay_out_adapter(self, adapter: object) -> NoReturn:
-        raise AssertionError("the plan refuses adapters on several hosts")
+    def shelf(self) -> Shelf:
+        own = None if self._runner is None else self._runner.shelf()
+        return ShelfOverHosts(self._link, self._inbox, self._replica, self._others, own)
 
     def mover(self) -> Mover:
         return _MoverOverHosts(self)

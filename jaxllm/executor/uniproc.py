@@ -1,14 +1,11 @@
 """Runs steps in this process, on its devices."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.logging import init_logger
-from jaxllm.lora.adapter_file import Matrices
+from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
@@ -58,8 +55,8 @@ class UniProcExecutor:
     def sample(self, masks: LateMasks) -> None:
         self._runner.sample(masks)
 
-    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
-        return self._runner.lay_out_adapter(adapter)
+    def shelf(self) -> Shelf:
+        return self._runner.shelf()
 
     def mover(self) -> Mover:
         return self._runner.mover()

@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxllm.lora.request import Adapter
+from jaxllm.lora.shelf import Fetched
 from jaxllm.messages import EngineInfo
 from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, StepResult
 
@@ -50,6 +52,20 @@ class Move(msgspec.Struct, tag=True):
 
     replica: int
     moves: BlockMoves
+
+
+class FetchAdapter(msgspec.Struct, tag=True):
+    """Read an adapter, from the path that it has on every host."""
+
+    replica: int
+    adapter: Adapter
+
+
+class ForgetAdapter(msgspec.Struct, tag=True):
+    """Free the memory of an adapter."""
+
+    replica: int
+    content: str
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -99,6 +115,14 @@ class Arrived(msgspec.Struct, tag=True):
     arrivals: list[Arrival]
 
 
+class AdapterFetched(msgspec.Struct, tag=True):
+    """An adapter has been read, or could not be."""
+
+    rank: int
+    replica: int
+    fetched: Fetched
+
+
 class Failed(msgspec.Struct, tag=True):
     """A rank cannot go on."""
 
@@ -106,8 +130,8 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-FromLeader = Build | Execute | Sample | Move | Stop
-ToLeader = Hello | Ready | StepDone | Arrived | Failed
+FromLeader = Build | Execute | Sample | Move | FetchAdapter | ForgetAdapter | Stop
+ToLeader = Hello | Ready | StepDone | Arrived | AdapterFetched | Failed
 
 
 def encode(message: FromLeader | ToLeader) -> bytes:

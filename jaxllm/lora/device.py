@@ -105,6 +105,19 @@ class AdapterArrays:
         adapter = {others.get(layer, layer): its for layer, its in adapter.items()}
         return {target.name: self._of_target(target, adapter) for target in self.targets}
 
+    def placed(self, one: Adapters) -> Adapters:
+        """What `lay_out` has made, as an argument of a program: over several hosts, on the devices
+        of each the parts that these have."""
+        if not self.mesh.is_multi_process:
+            return one
+        return jax.tree.map(
+            lambda about, its: jax.make_array_from_callback(
+                about.shape, about.sharding, its.__getitem__
+            ),
+            self.abstract_one(),
+            one,
+        )
+
     def _of_target(self, target: Target, adapter: Mapping[str, Matrices]) -> LowRank:
         num_shards = num_pieces(self.mesh, target.axes[:1])
         a = np.zeros((len(target.parts), self.rank, target.num_inputs), self.dtype)

@@ -1,28 +1,22 @@
 """Adapters in the engine: which are in the host's memory, which are in slots of the device, and
 which requests wait for them.
 
-A thread reads an adapter that a request needs and the host does not have; the request waits,
-parked. A request whose adapter has no slot, while running requests use all of them, is set aside:
-others overtake it. They need an adapter that has a slot, or none. Those with an adapter can keep
-the slots busy for ever, so only so many of them overtake; then they wait too, until the oldest has
-its slot.
+An adapter that a request needs and the host does not have is fetched; the request waits, parked. A
+request whose adapter has no slot, while running requests use all of them, is set aside: others
+overtake it. They need an adapter that has a slot, or none. Those with an adapter can keep the slots
+busy for ever, so only so many of them overtake; then they wait too, until the oldest has its slot.
 """
 
-import concurrent.futures
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import CheckpointError, JaxLLMError
-from jaxllm.lora.adapter_file import Matrices, content_of, read_adapter
-from jaxllm.lora.request import Adapter, AdapterLimits
+from jaxllm.lora.request import Adapter
+from jaxllm.lora.shelf import Shelf
 from jaxllm.scheduler.features import Brought, Drafted, Nothing
 from jaxllm.scheduler.request import Request
 from jaxllm.scheduler.schedule import NO_ADAPTER, AdapterWrite, Schedule, StepResult
@@ -36,9 +30,10 @@ class _Held:
     """An adapter that requests use, or that the host keeps for later ones."""
 
     adapter: Adapter
-    arrays: Any = None  # as the executor has laid it out; None while it is read
-    reading: Future[Any] | None = None
+    is_there: bool = False  # on the shelf
+    is_read: bool = False  # at this time
     is_pinned: bool = False
+    is_removed: bool = False  # as soon as it has been read, unless a request needs it by then
     num_requests: int = 0  # unfinished
     num_running: int = 0
     slot: int = NO_ADAPTER  # on the device
@@ -52,20 +47,13 @@ class Adapters:
 
     name = "lora"
 
-    def __init__(
-        self,
-        limits: AdapterLimits,
-        *,
-        num_kept: int,
-        lay_out: Callable[[Mapping[str, Matrices]], Any],
-    ) -> None:
-        """`lay_out` arranges the matrices of an adapter for the device; a thread calls it."""
-        self._limits = limits
+    def __init__(self, shelf: Shelf, *, num_slots: int, num_kept: int) -> None:
+        """The devices have so many slots, and the shelf is to keep so many adapters."""
+        self._shelf = shelf
         self._num_kept = num_kept
-        self._lay_out = lay_out
         self._held: OrderedDict[str, _Held] = OrderedDict()  # by content, the last used last
-        self._slots: list[_Held | None] = [None] * limits.max_loras
-        self._idle_slots: OrderedDict[int, None] = OrderedDict.fromkeys(range(limits.max_loras))
+        self._slots: list[_Held | None] = [None] * num_slots
+        self._idle_slots: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
         self._num_reading = 0
         # Heap of the adapters with requests aside: the order of the first one, a number, the
         # adapter. Entries of requests that are no longer the first are passed over.
@@ -75,7 +63,6 @@ class Adapters:
         self._num_overtaking = 0  # requests with adapters that have overtaken it
         self._may_release = False
         self._writes: list[AdapterWrite] = []
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     # ---- what commands ask
 
@@ -95,15 +82,16 @@ class Adapters:
         """Forget the adapters of this number, unless requests use them. Return whether there were
         any."""
         found = [one for one in self._held.values() if one.adapter.number == number]
+        is_known = number in self.numbers()
         for held in found:
             held.is_pinned = False
             if not held.num_requests:
                 self._forget(held)
-        return bool(found)
+        return is_known
 
     def numbers(self) -> set[int]:
         """The numbers of all adapters that the host has or reads."""
-        return {held.adapter.number for held in self._held.values()}
+        return {held.adapter.number for held in self._held.values() if not held.is_removed}
 
     def names(self) -> tuple[list[str], list[str]]:
         """The names of the adapters of running and of waiting requests."""
@@ -119,7 +107,7 @@ class Adapters:
             return
         held = self._hold(request.adapter)
         held.num_requests += 1
-        if held.arrays is None:
+        if not held.is_there:
             request.num_holds += 1
             held.waiting.append(request)
 
@@ -137,7 +125,7 @@ class Adapters:
             return
         held = self._held[request.adapter.content]
         held.num_requests -= 1
-        if not held.num_requests and held.arrays is None and held.reading is None:
+        if not held.num_requests and not held.is_there and not held.is_read:
             self._forget(held)  # it could not be read
         self._may_release = bool(self._oldest)
         self._drop_unused()
@@ -200,9 +188,6 @@ class Adapters:
         self._idle_slots = OrderedDict.fromkeys(range(len(self._slots)))
         self._may_release = bool(self._oldest)
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
     # ---- the host's memory
 
     def _hold(self, adapter: Adapter) -> _Held:
@@ -210,42 +195,32 @@ class Adapters:
         if held is None:
             held = self._held[adapter.content] = _Held(adapter)
         held.adapter = adapter  # its newest name and path
-        if held.arrays is None and held.reading is None:
-            held.reading = self._threads.submit(self._load, adapter)
+        held.is_removed = False
+        if not held.is_there and not held.is_read:
+            held.is_read = True
             self._num_reading += 1
+            self._shelf.fetch(adapter)
         self._held.move_to_end(adapter.content)
         return held
 
-    def _load(self, adapter: Adapter) -> Any:
-        """Read an adapter; in a thread."""
-        path = Path(adapter.path)
-        if content_of(path) != adapter.content:
-            raise CheckpointError(f"the files of {path} have changed since they were checked")
-        return self._lay_out(read_adapter(path, self._limits))
-
     def _read_ones(self, *, wait: bool) -> list[Request]:
         """The requests whose adapters have been read, or could not be."""
-        reading = {one.reading: one for one in self._held.values() if one.reading is not None}
-        if wait and any(one.waiting for one in reading.values()):
-            concurrent.futures.wait(reading, return_when=concurrent.futures.FIRST_COMPLETED)
+        wait = wait and any(one.waiting for one in self._held.values())
         ready: list[Request] = []
-        for future, held in reading.items():
-            if not future.done():
-                continue
-            held.reading = None
+        for content, error in self._shelf.fetched(wait=wait):
+            held = self._held[content]
+            held.is_read = False
             self._num_reading -= 1
-            error = future.exception()
             ready += held.waiting
             if error is None:
-                held.arrays = future.result()
+                held.is_there = True
             else:
-                reason = str(error) if isinstance(error, JaxLLMError) else repr(error)
                 for request in held.waiting:
-                    request.error = f"lora_request: {reason}"[:500]
+                    request.error = f"lora_request: {error}"[:500]
                 held.is_pinned = False
-                if not held.num_requests:
-                    self._forget(held)
             held.waiting = []
+            if not held.num_requests and (held.is_removed or not held.is_there):
+                self._forget(held)
         return ready
 
     def _drop_unused(self) -> None:
@@ -256,7 +231,7 @@ class Adapters:
         unused = (
             one
             for one in self._held.values()
-            if not one.num_requests and not one.is_pinned and one.reading is None
+            if not one.num_requests and not one.is_pinned and not one.is_read
         )
         for held in [one for one, _ in zip(unused, range(too_many), strict=False)]:
             self._forget(held)
@@ -264,10 +239,10 @@ class Adapters:
     def _forget(self, held: _Held) -> None:
         """Forget an adapter that no request uses."""
         assert not held.num_requests, held.adapter
-        if held.reading is not None:
-            if not held.reading.cancel():
-                return  # it is forgotten when it has been read and there are too many
-            self._num_reading -= 1
+        if held.is_read:
+            held.is_removed = True
+            return
+        self._shelf.forget(held.adapter.content)
         if held.slot != NO_ADAPTER:
             self._slots[held.slot] = None
         del self._held[held.adapter.content]
@@ -282,7 +257,7 @@ class Adapters:
             former.slot = NO_ADAPTER
         self._slots[slot] = held
         held.slot = slot
-        self._writes.append(AdapterWrite(slot, held.arrays))
+        self._writes.append(AdapterWrite(slot, held.adapter.content))
 
     def _set_aside(self, held: _Held, request: Request) -> None:
         if not held.aside or request.order < held.aside[0][0]:

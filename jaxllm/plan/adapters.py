@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxllm_kernels.low_rank.api import LowRankOp
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import UnsupportedModelError, refused
+from jaxllm.errors import UnsupportedModelError
 from jaxllm.lora.device import AdapterArrays, adaptable_layers, adapters_bytes
 from jaxllm.lora.request import AdapterLimits
 from jaxllm.models.base import Model
@@ -53,8 +53,6 @@ def plan_adapters(
     lora = config.lora
     if not lora.enable_lora:
         return None
-    if config.parallel.nnodes != 1:
-        raise refused("enable_lora", True, "an engine on several hosts has no adapters")
     layers = {name: sizes for part in in_parts for name, sizes in adaptable_layers(part).items()}
     if not layers:
         raise UnsupportedModelError("enable_lora: the model has no layer that adapters can change")

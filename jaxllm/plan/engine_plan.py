@@ -139,6 +139,12 @@ class EnginePlan:
         return self.samples_late and speculation is not None and speculation.verifies_late
 
     @property
+    def verifies_states_late(self) -> bool:
+        """Whether states go on over the drafts of late rows that are right, so that steps leave
+        what their layers got of drafts."""
+        return self.verifies_late and self.state_ops is not None
+
+    @property
     def num_ahead_rows(self) -> int:
         """For how many late rows a program of its own can make drafts, so that the host has them
         when it makes masks; 0: there is none, since nothing drafts, or at the end of steps."""

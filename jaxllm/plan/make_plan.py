@@ -3,7 +3,6 @@
 Every choice that depends on the model, the platform or the memory is made and checked here, once.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ from jaxllm.plan.generation_config import (
 )
 from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.images import plan_images, with_images
-from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.plan.offload import plan_offload
 from jaxllm.plan.pooling import pooling_bytes, read_model
 from jaxllm.plan.snapshots import choose_snapshots
@@ -98,8 +97,7 @@ def make_plan(
     devices = jax.devices() if devices is None else devices
     meshes = stage_meshes(devices, config.parallel)
     num_shards = meshes[0].shape[TENSOR]
-    # A device of this process if there is one, since only that reports its memory.
-    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    device = own_device(devices)
     model = config.model
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_config(model_dir)
@@ -150,9 +148,6 @@ def make_plan(
     in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
-    keeps_states = any(abstract.state_configs for abstract in in_parts)
-    if speculation is not None and keeps_states:
-        speculation = dataclasses.replace(speculation, keeps_states=True)
     adapters = plan_adapters(
         config, in_parts, meshes, dtype, op=choose_low_rank(config, library, num_shards)
     )
@@ -319,7 +314,7 @@ def make_plan(
             cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
             min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
-            device=stage.mesh.devices.flat[0],
+            device=own_device(stage.mesh.devices.flat),
             num_devices=num_devices,
             program_bytes=program_bytes[stage.index] if program_bytes is not None else None,
         )

@@ -156,6 +156,13 @@ def device_memory(devices: Iterable[Device]) -> list[DeviceMemory]:
     return found
 
 
+def own_device(devices: Iterable[Device]) -> Device:
+    """A device of this process, since only such ones report their memory. If there is none, as in a
+    compile-only topology, the first."""
+    first, *others = devices
+    return next((d for d in (first, *others) if d.process_index == jax.process_index()), first)
+
+
 def _memory_stats(device: Device) -> Mapping[str, int]:
     try:
         return device.memory_stats() or {}

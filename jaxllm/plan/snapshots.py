@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxllm.cache_groups import StateSnapshots
 from jaxllm.config import CacheConfig
 from jaxllm.errors import refused
-from jaxllm.plan.memory import free_bytes
+from jaxllm.plan.memory import free_bytes, own_device
 from jaxllm.plan.stages import StagePlan
 
 # With it, a prompt of some hundred tokens is found again, and a long answer is rarely copied.
@@ -44,7 +44,7 @@ def choose_snapshots(
         return None
     if count is None:
         left = min(
-            free_bytes(asked, stage.mesh.devices.flat[0], num_devices)
+            free_bytes(asked, own_device(stage.mesh.devices.flat), num_devices)
             - stage.weights_bytes
             - stage.states_bytes
             for stage in stages

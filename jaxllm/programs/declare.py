@@ -32,11 +32,12 @@ from jaxllm.programs.drafting import declare_drafting, num_drafting
 from jaxllm.runner.encode import make_encode
 from jaxllm.runner.features import device_features
 from jaxllm.runner.inputs import InputLayout
-from jaxllm.runner.late import LateKey, Left, Tables, late_keys, make_sample_late
+from jaxllm.runner.late import LateKey, Left, Tables, Unsampled, late_keys, make_sample_late
 from jaxllm.runner.outputs import DraftedOutputs, StageOutputs, StepOutputs
 from jaxllm.runner.packer import StepPacker
 from jaxllm.runner.state import DeviceState, abstract_tokens
 from jaxllm.runner.step import ModelSpec, make_step
+from jaxllm.runner.verified_states import Kept
 from jaxllm.sampling.logprobs import no_logprobs
 from jaxllm.sampling.slot_state import WORD_BITS, SlotRow
 from jaxllm.weights.loader import abstract_weights
@@ -69,6 +70,8 @@ class EncodeKey(NamedTuple):
         return f"encode {self.num_patches}"
 
 
+# Of what layers with states keep of drafts, [drafts, N, ...].
+_KEPT_AXES = (None, "heads")
 TABLE_WRITES = 1024  # block updates per call of WRITE_TABLES
 
 
@@ -256,15 +259,16 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
+        kept_of_drafts = _kept_of_drafts(plan, stage, programs)
         for key, late in make_packer(plan).late_layouts.items():
             programs[key] = program(
                 str(key).replace(" ", "_"),
                 make_sample_late(plan, late),
-                Tables.of(plan, state),
-                *_left_by_steps(plan, stage, key),
+                Tables.of(plan, state, key),
+                *_left_by_steps(plan, stage, key, kept_of_drafts if key.num_drafts else ()),
                 place(late.abstract(), everywhere),
                 donate=(0,),
-                out_shardings=(Tables.of(plan, kept), everywhere),
+                out_shardings=(Tables.of(plan, kept, key), everywhere),
             )
     if plan.images is not None:
         for layout in reversed(encoder_layouts(plan)):
@@ -296,9 +300,9 @@ def declare_stage_programs(
 
 
 def _left_by_steps(
-    plan: EnginePlan, stage: StagePlan, key: LateKey
-) -> tuple[Left, jax.ShapeDtypeStruct]:
-    """What a step leaves for the sampling of its late rows: outputs to complete, and logits."""
+    plan: EnginePlan, stage: StagePlan, key: LateKey, kept_of_drafts: Kept
+) -> tuple[Left, Unsampled]:
+    """What a step leaves for the sampling of its late rows, and the outputs to complete."""
     num_rows = key.num_rows
     logprobs, more_logprobs = (
         jax.eval_shape(lambda n=n: no_logprobs(n, plan.step_logprobs))
@@ -313,7 +317,19 @@ def _left_by_steps(
         )
     logits = jax.ShapeDtypeStruct((key.num_places, plan.num_logits), np.float32)
     left = place(Left(tokens, logprobs, drafted), sharding(stage.mesh))
-    return left, place(logits, plan.logits_sharding(stage))
+    return left, Unsampled(place(logits, plan.logits_sharding(stage)), kept_of_drafts)
+
+
+def _kept_of_drafts(
+    plan: EnginePlan, stage: StagePlan, programs: Mapping[Hashable, Program]
+) -> Kept:
+    """What steps leave of the drafts for layers with states: the same from each step whose rows may
+    have some."""
+    if not plan.verifies_states_late:
+        return ()
+    step = programs[next(bucket for bucket in plan.buckets if not bucket.decode_only)]
+    _, outputs = jax.eval_shape(step.function, *step.arguments)
+    return place(outputs.kept, sharding(stage.mesh, _KEPT_AXES))
 
 
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | StageOutputs:
@@ -322,6 +338,7 @@ def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | Stag
     if not stage.part.has_head:
         return StageOutputs(hidden=everywhere, expert_tokens=expert_tokens)
     logits: Any = plan.logits_sharding(stage) if plan.leaves_logits else None
+    kept: Any = sharding(stage.mesh, _KEPT_AXES) if plan.verifies_states_late else ()
     drafted: Any = everywhere if plan.speculation is not None else None
     logprobs: Any = everywhere if plan.pooling is None else None
     return StepOutputs(
@@ -331,6 +348,7 @@ def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | Stag
         logits=logits,
         drafted=drafted,
         expert_tokens=expert_tokens,
+        kept=kept,
     )
 
 

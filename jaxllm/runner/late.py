@@ -1,6 +1,6 @@
 """The second program of a step that has late rows: it samples them, each under its mask.
 
-    sample_late(tables, left, logits, packed) -> (tables, left)
+    sample_late(tables, left, unsampled, packed) -> (tables, left)
 
 The step's own program runs as far as the logits, which it leaves on the device, and samples its
 other rows. The masks of the late rows need tokens of the step before, which the host reads
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.layers.state import States
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner import draft_head, draft_model
@@ -31,6 +32,7 @@ from jaxllm.runner.inputs import SlotTable
 from jaxllm.runner.outputs import DraftedOutputs
 from jaxllm.runner.sample_rows import sample_rows
 from jaxllm.runner.state import DeviceState
+from jaxllm.runner.verified_states import Kept, go_on
 from jaxllm.runner.verify import Verified, find_places, verify
 from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.scheduler.schedule import LateMasks, Schedule
@@ -44,6 +46,13 @@ class Left(NamedTuple):
     tokens: jax.Array
     logprobs: LogprobOutput
     drafted: DraftedOutputs | None  # only if late rows may have drafts
+
+
+class Unsampled(NamedTuple):
+    """What a step leaves of late rows for this program; fields as in StepOutputs."""
+
+    logits: jax.Array
+    kept: Kept
 
 
 class LateKey(NamedTuple):
@@ -85,10 +94,14 @@ class Tables(NamedTuple):
     lengths: Any
     drafts: Any  # None if late rows have no drafts, or the program proposes none
     drafter: Any  # None if late rows have no drafts; without the caches of weights that draft
+    states: tuple[States, ...]  # of layers with states, if rows of the step may have drafts
 
     @classmethod
-    def of(cls, plan: EnginePlan, state: DeviceState) -> "Tables":
-        tables = cls(state.tokens, state.slots, state.lengths, None, None)
+    def of(cls, plan: EnginePlan, state: DeviceState, key: LateKey) -> "Tables":
+        states: tuple[Any, ...] = ()
+        if plan.verifies_states_late and key.num_drafts:
+            states = tuple(its for its in state.caches if isinstance(its, tuple))
+        tables = cls(state.tokens, state.slots, state.lengths, None, None, states)
         if not plan.verifies_late:  # the state may have drafts nevertheless
             return tables
         if plan.draft is None:
@@ -101,6 +114,10 @@ class Tables(NamedTuple):
             drafts, drafter = self.drafts, self.drafter
         elif self.drafter is not None:
             drafter = dataclasses.replace(self.drafter, caches=drafter.caches)
+        caches = state.caches
+        if self.states:
+            after = iter(self.states)
+            caches = tuple(next(after) if isinstance(its, tuple) else its for its in caches)
         return dataclasses.replace(
             state,
             tokens=self.tokens,
@@ -108,6 +125,7 @@ class Tables(NamedTuple):
             lengths=self.lengths,
             drafts=drafts,
             drafter=drafter,
+            caches=caches,
         )
 
 
@@ -199,14 +217,14 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
     """Make the program for steps of such a key. The caller donates the tables."""
 
     def sample_late(
-        tables: Tables, left: Left, logits: jax.Array, packed: jax.Array
+        tables: Tables, left: Left, unsampled: Unsampled, packed: jax.Array
     ) -> tuple[Tables, Left]:
         """Sample into the tables, which are those after the step: a row's length is that up to its
         newest token."""
         inputs = layout.unpack(packed)
         lengths = tables.lengths.at[inputs.slots].get(mode="fill", fill_value=0)
         with jax.named_scope("sample_late"):
-            its = _verify(plan, inputs, logits, lengths, tables)
+            its = _verify(plan, inputs, unsampled.logits, lengths, tables)
         tables = tables._replace(tokens=its.table, slots=its.slots)
 
         def merged(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -219,6 +237,10 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
             ends = Ends(its.tokens, its.num_accepted, lengths)
             kept = jnp.where(inputs.samples, inputs.slots, plan.max_num_seqs)
             tables = tables._replace(lengths=tables.lengths.at[kept].set(lengths, mode="drop"))
+            if tables.states:
+                tables = tables._replace(
+                    states=_states(plan, inputs, tables.states, unsampled.kept, its.num_accepted)
+                )
             tables, num_proposed, proposals = _go_on(plan, inputs, ends, tables)
             drafted = DraftedOutputs(
                 figures=merged(its.figures(num_proposed), left.drafted.figures),
@@ -232,6 +254,23 @@ def make_sample_late(plan: EnginePlan, layout: LateLayout) -> Callable[..., tupl
         )
 
     return sample_late
+
+
+def _states(
+    plan: EnginePlan,
+    inputs: LateInputs,
+    states: tuple[States, ...],
+    kept: Kept,
+    num_accepted: jax.Array,
+) -> tuple[States, ...]:
+    """The states of layers after the drafts of late rows that are right."""
+    assert inputs.num_drafts is not None and plan.state_ops is not None
+    assert plan.speculation is not None
+    # As in `prepare_rows` of the step.
+    most, num_rows = plan.speculation.max_rows, len(inputs.slots)
+    (rows,) = jnp.nonzero(inputs.num_drafts > 0, size=most, fill_value=num_rows)
+    mesh = plan.stages[0].mesh
+    return tuple(go_on(states, kept, plan.state_ops, mesh, inputs.slots, rows, num_accepted))
 
 
 def _go_on(

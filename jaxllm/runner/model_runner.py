@@ -8,7 +8,6 @@ later. The model's stage, or each stage of a pipeline, owns its weights and its 
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxllm.handover.ends import Ends
 from jaxllm.handover.source import HandOver
 from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
-from jaxllm.lora.adapter_file import Matrices
+from jaxllm.lora.shelf import HostShelf
 from jaxllm.media.device import in_runs
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phases
@@ -36,7 +35,7 @@ from jaxllm.prompt_embeds.slice import NAME as EMBEDS
 from jaxllm.runner.host_arrays import HostArray
 from jaxllm.runner.huge_pages import use_huge_pages
 from jaxllm.runner.kv_scales import with_calculated_scales
-from jaxllm.runner.late import Left, late_key
+from jaxllm.runner.late import Left, Unsampled, late_key
 from jaxllm.runner.outputs import StepOutputs
 from jaxllm.runner.pipeline import Pipeline
 from jaxllm.runner.stage import Stage
@@ -79,7 +78,8 @@ class PendingStep:
             self.send(outputs)
 
     def send(self, outputs: StepOutputs) -> None:
-        """Send the complete outputs of the step to the host. Logits that nobody wants are freed."""
+        """Send the complete outputs of the step to the host. What nobody wants is freed."""
+        outputs = dataclasses.replace(outputs, kept=())
         if not self._wants_logits:
             outputs = dataclasses.replace(outputs, logits=None)
         self.outputs = outputs
@@ -161,9 +161,13 @@ class ModelRunner:
             self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
             self._ends.open_door(self._mover.look_up)
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
-        self._adapter_arrays = (
-            [plan.adapter_arrays(stage) for stage in plan.stages] if plan.adapters else []
-        )
+        self._shelf: HostShelf | None = None
+        if plan.adapters is not None:
+            self._adapter_arrays = [plan.adapter_arrays(stage) for stage in plan.stages]
+            self._shelf = HostShelf(
+                plan.adapters.limits(plan.dtype),
+                lambda adapter: [its.lay_out(adapter) for its in self._adapter_arrays],
+            )
         self._newest: PendingStep | None = None
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
@@ -191,8 +195,9 @@ class ModelRunner:
         if schedule.draft_reads is not None:
             self._stages[0].read_draft(*self._packer.pack_reads(schedule.draft_reads))
         for write in schedule.adapter_writes:
-            for stage, arrays in zip(self._stages, write.arrays, strict=True):
-                stage.write_adapter(write.slot, arrays)
+            laid_out = self.shelf().arrays(write.content)
+            for stage, its, one in zip(self._stages, self._adapter_arrays, laid_out, strict=True):
+                stage.write_adapter(write.slot, its.placed(one))
         for run in in_runs(schedule.encodings, list(self._encoders)):
             num_patches = sum(one.rows * one.columns for one in run)
             size = next(size for size in self._encoders if size >= num_patches)
@@ -237,7 +242,9 @@ class ModelRunner:
         left = Left(outputs.tokens, outputs.logprobs, drafted)
         key = late_key(self._plan, step.bucket)
         packed = self._packer.pack_late(step.schedule, key, masks)
-        left = self._model.sample_late(key, left, outputs.logits, packed)
+        # In a program for decodes no row has drafts.
+        kept = outputs.kept if key.num_drafts else ()
+        left = self._model.sample_late(key, left, Unsampled(outputs.logits, kept), packed)
         self.num_compiles_after_warmup += compilation_counter.compiles - compiles
         step.send(
             dataclasses.replace(
@@ -254,9 +261,10 @@ class ModelRunner:
         tokens[: len(known)] = known
         self._stages[0].admit_drafts(admission.slot, tokens)  # there is one: see EngineConfig
 
-    def lay_out_adapter(self, adapter: Mapping[str, Matrices]) -> Any:
-        """Arrange an adapter, by layer, as AdapterWrite has it. Any thread may call this."""
-        return [arrays.lay_out(adapter) for arrays in self._adapter_arrays]
+    def shelf(self) -> HostShelf:
+        """What fetches adapters."""
+        assert self._shelf is not None, "the plan has no adapters"
+        return self._shelf
 
     def mover(self) -> BlockMover:
         """What moves blocks to the host and back."""
@@ -306,6 +314,8 @@ class ModelRunner:
         self._ends.close()
         if self._mover is not None:
             self._mover.close()
+        if self._shelf is not None:
+            self._shelf.close()
         self._host_weights, self._newest = [], None
         self._model.free()
 

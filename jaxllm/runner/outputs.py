@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxllm.runner.verified_states import Kept
 from jaxllm.sampling.logprobs import LogprobOutput
 
 
@@ -34,6 +35,9 @@ class StepOutputs:
     # To leave the logits costs nothing: they stay on the device unless a row wants that many.
     logits: jax.Array | None
     drafted: DraftedOutputs | None = None  # only in an engine that speculates
+    # What layers with states have kept of drafts, for those of late rows; only where rows may have
+    # drafts.
+    kept: Kept = ()
     # i32 [L, E]: the tokens of each expert of the layers of each stage; only if they are counted
     expert_tokens: tuple[jax.Array, ...] = ()
 

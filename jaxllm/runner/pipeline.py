@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.runner.late import LateKey, Left
+from jaxllm.runner.late import LateKey, Left, Unsampled
 from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.stage import Stage
@@ -44,10 +44,12 @@ class Pipeline:
         assert isinstance(left, StepOutputs)
         return dataclasses.replace(left, expert_tokens=expert_tokens)
 
-    def sample_late(self, key: LateKey, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+    def sample_late(
+        self, key: LateKey, left: Left, unsampled: Unsampled, packed: np.ndarray
+    ) -> Left:
         """Sample the late rows of the newest step, which has left these outputs. Return its
         outputs, complete."""
-        left = self._stages[-1].sample_late(key, left, logits, packed)
+        left = self._stages[-1].sample_late(key, left, unsampled, packed)
         step, _ = self._tokens.pop()  # a table that lacks the tokens of these rows
         self._copy_tokens(step)
         return left

@@ -29,7 +29,7 @@ from jaxllm.programs.declare import (
     program_key,
 )
 from jaxllm.programs.drafting import ADMIT_DRAFTS, DRAFT_AHEAD, ReadKey
-from jaxllm.runner.late import LateKey, Left, Tables
+from jaxllm.runner.late import LateKey, Left, Tables, Unsampled
 from jaxllm.runner.outputs import StageOutputs, StepOutputs
 from jaxllm.runner.packer import PackedStep
 from jaxllm.runner.state import DeviceState
@@ -81,12 +81,14 @@ class Stage:
         program = self._programs[program_key(self._stage, WRITE_ADAPTER)]
         self._adapters = program(adapters, np.int32(slot), one)
 
-    def sample_late(self, key: LateKey, left: Left, logits: jax.Array, packed: np.ndarray) -> Left:
+    def sample_late(
+        self, key: LateKey, left: Left, unsampled: Unsampled, packed: np.ndarray
+    ) -> Left:
         """Sample the late rows of the newest step, which has left these outputs. Return its
         outputs, complete."""
         program = self._programs[program_key(self._stage, key)]
         state = self._take_state()
-        tables, left = program(Tables.of(self._plan, state), left, logits, packed)
+        tables, left = program(Tables.of(self._plan, state, key), left, unsampled, packed)
         self._state = tables.put_into(state)
         return left
 

@@ -26,7 +26,7 @@ from jaxllm.runner.inputs import StepInputs
 from jaxllm.runner.outputs import DraftedOutputs, StepOutputs
 from jaxllm.runner.sample_rows import SampledRows
 from jaxllm.runner.state import DeviceState
-from jaxllm.runner.verified_states import verified_states
+from jaxllm.runner.verified_states import kept_of_drafts, verified_states
 from jaxllm.sampling import row_params
 from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import record_accepted, sample
@@ -118,6 +118,7 @@ def verify_and_propose(
             slots=state.slots,
         )
     lengths = first + sampled.num_accepted
+    kept = kept_of_drafts(state.caches) if plan.verifies_states_late else ()
     state = dataclasses.replace(
         state,
         tokens=sampled.table,
@@ -136,6 +137,7 @@ def verify_and_propose(
         slices=slices,
         logits=left,
         drafted=DraftedOutputs(figures=sampled.figures(proposed), logprobs=sampled.more_logprobs),
+        kept=kept,
     )
 
 

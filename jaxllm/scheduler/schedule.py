@@ -7,7 +7,7 @@ single one, come first.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class AdapterWrite(NamedTuple):
     """An adapter that takes a slot of the device before the step runs."""
 
     slot: int
-    arrays: Any  # as the executor has laid it out
+    content: str  # which adapter it is, among those that the executor has fetched
 
 
 class StateCopies(NamedTuple):

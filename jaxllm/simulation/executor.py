@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jaxllm.lora.shelf import HostShelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
@@ -90,8 +91,9 @@ class SimulatedExecutor:
         self.now += self._num_collected * self._half_host_s
         self._num_collected = 0
 
-    def lay_out_adapter(self, adapter: object) -> object:
-        return adapter  # no step reads it
+    def shelf(self) -> HostShelf:
+        assert self.info.adapters is not None
+        return HostShelf(self.info.adapters, lambda adapter: adapter)  # no step reads it
 
     def mover(self) -> SimulatedMover:
         return self._mover

@@ -131,8 +131,8 @@ def test_an_answer_has_the_snapshots_that_it_has_without_drafts(
 )
 def test_drafts_change_no_token_of_other_families(family, tmp_path, script, assert_same):
     model = str(make_tiny_checkpoint(tmp_path, family))
-    expected = LLM(model, **BASE).generate(PROMPTS, PARAMS, use_tqdm=False)
-    llm = LLM(model, **BASE, **NGRAM)
+    plain, llm = LLM(model, **BASE), LLM(model, **BASE, **NGRAM)
+    expected = plain.generate(PROMPTS, PARAMS, use_tqdm=False)
     for is_wrong in (WRONG, MIXED, RIGHT):
         learn(script, expected, is_wrong)
         got, drafted, accepted, _ = counted(
@@ -140,6 +140,11 @@ def test_drafts_change_no_token_of_other_families(family, tmp_path, script, asse
         )
         assert_same(got, expected, ATOL)
         assert drafted > 0 and (accepted > 0) == (is_wrong is not WRONG)
+    prompts, params, wanted = in_form(plain)
+    learn(script, wanted, MIXED, params)
+    llm.reset_prefix_cache()
+    got, _, accepted, _ = counted(llm, lambda: llm.generate(prompts, params, use_tqdm=False))
+    assert tokens(got) == tokens(wanted) and accepted > 10
 
 
 @pytest.mark.sweep
@@ -164,25 +169,54 @@ def test_a_draft_model_and_a_head_change_no_token(model, tmp_path, expected, ass
         assert drafted > 0 and preempted > 0
 
 
-@pytest.mark.sweep
-def test_rows_with_a_grammar_have_no_drafts(model, llm, plain, script, expected, assert_same):
-    """Tokens that the grammar forces are computed together nevertheless."""
-    params = [
+FORMS = ("[a-d ]{60,80}", "([a-z]{3,9}-abcd-[0-9]{2} ){6,9}", "(yes|no), it is( not)? so")
+
+
+def in_form(plain):
+    """Requests with a grammar and without, and their answers without drafts."""
+    forms = [
         SamplingParams(
-            temperature=0,
-            max_tokens=24,
-            logprobs=1,
-            structured_outputs=StructuredOutputsParams(regex=x),
+            temperature=i % 2,
+            seed=i,
+            max_tokens=50,
+            structured_outputs=StructuredOutputsParams(regex=FORMS[i // 2]),
         )
-        for x in ("(yes|no), it is( not)? so", "[a-z]{3,9}-abcdefgh-[0-9]{2}")
+        for i in range(6)
     ]
-    prompts = PROMPTS[1:3]
-    wanted = plain.generate(prompts, params, use_tqdm=False)
-    learn(script, [*expected[:1], *wanted], RIGHT, [*PARAMS[:1], *params])
-    got, drafted, accepted, _ = counted(
-        llm,
-        lambda: llm.generate([*PROMPTS[:1], *prompts], [*PARAMS[:1], *params], use_tqdm=False),
+    prompts, params = [PROMPTS[0], *PROMPTS], [PARAMS[0], *forms]
+    plain.reset_prefix_cache()
+    return prompts, params, plain.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("is_wrong", [MIXED, pytest.param(RIGHT, marks=pytest.mark.sweep)])
+def test_drafts_change_no_token_in_a_form(llm, plain, script, is_wrong):
+    """The states of these rows go on in the second program."""
+    prompts, params, wanted = in_form(plain)
+    learn(script, wanted, is_wrong, params)
+    llm.reset_prefix_cache()
+    got, drafted, accepted, preempted = counted(
+        llm, lambda: llm.generate(prompts, params, use_tqdm=False)
     )
-    assert_same(got, [*expected[:1], *wanted], ATOL)
-    # Those of the request without a grammar.
-    assert 0 < accepted <= drafted < 40
+    assert tokens(got) == tokens(wanted)
+    assert preempted > 0 and 0 < accepted < drafted
+    # From a snapshot, whose states drafts have passed by.
+    got, _, accepted, _ = counted(
+        llm, lambda: llm.generate(prompts[1:3], params[1:3], use_tqdm=False)
+    )
+    assert tokens(got) == tokens(wanted[1:3])
+    assert accepted > 10
+
+
+def test_a_draft_model_drafts_in_a_form(model, plain, tmp_path):
+    prompts, params, wanted = in_form(plain)
+    draft = make_tiny_checkpoint(tmp_path)
+    spec = {"method": "draft_model", "model": str(draft)} | EVERY
+    llm = LLM(str(model), **BASE | {"enforce_eager": False}, speculative_config=spec)
+    got, drafted, _, preempted = counted(llm, lambda: llm.generate(prompts, params, use_tqdm=False))
+    assert tokens(got) == tokens(wanted)
+    assert drafted > 0 and preempted > 0
+    assert stats(llm).num_compiles_after_warmup == 0

@@ -6,11 +6,13 @@ what came before: chunks, cached prefixes and what preempted requests have lost.
 every prompt has no embedding, since no head reads it.
 """
 
+import string
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, SamplingParams, StructuredOutputsParams
 from jaxllm.runner.stage import Stage
 from jaxllm.speculation.drafter import NO_DRAFT
 from jaxllm.testing import make_tiny_checkpoint
@@ -189,3 +191,25 @@ def test_drafts_are_those_of_the_formulas(family, tmp_path, monkeypatch):
                 assert made == formulas.drafts(text[: length + 1], K)[: len(made)]
                 compared += len(made)
         assert compared > 3 * K
+
+
+def test_it_drafts_in_a_form(model):
+    """The head reads what the second program has found to be right, and so do the states."""
+    form = StructuredOutputsParams(regex="[a-z ]{50,90}")
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=45, structured_outputs=form)
+        for i in range(len(PROMPTS))
+    ]
+    plain = LLM(model, **BASE)
+    # So many of the model's tokens are in the form that some drafts are.
+    tokenizer = plain.get_tokenizer()
+    letters = [t for t in range(380) if set(tokenizer.decode([t])) <= set(string.ascii_lowercase)]
+    params = [one.clone(allowed_token_ids=letters[1:], ignore_eos=True) for one in params]
+    expected = plain.generate(PROMPTS, params, use_tqdm=False)
+    llm = LLM(model, **BASE, speculative_config=MTP)
+    outputs, drafted, accepted, _ = counted(
+        llm, lambda: llm.generate(PROMPTS, params, use_tqdm=False)
+    )
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert 0.8 * drafted < accepted and drafted > 50

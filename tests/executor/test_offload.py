@@ -87,10 +87,7 @@ WINDOWS = SHARDED_MODEL, {"kv_cache_request_len": 48}
 # The state of a convolution is its last inputs.
 CONVOLUTIONS = {"family": "lfm2"}, {"mamba_block_size": 16}
 # Where XLA multiplies, these differ in their last bits, on one host without a second home, too.
-DELTA_NETS = (
-    {"family": "qwen3_next", "num_key_value_heads": 2},
-    {"mamba_block_size": 16},
-)
+DELTA_NETS = {"family": "qwen3_next", "num_key_value_heads": 2}, {"mamba_block_size": 16}
 
 
 @pytest.mark.slow
@@ -101,8 +98,8 @@ DELTA_NETS = (
         pytest.param(WHOLE, 1, 2, 1, "0", 0, id="rank 0 late", marks=pytest.mark.sweep),
         pytest.param(WINDOWS, 1, 2, 1, "1", 0, id="windows", marks=pytest.mark.sweep),
         pytest.param(DELTA_NETS, 1, 2, 1, "1", 1e-4, id="delta nets", marks=pytest.mark.sweep),
-        # Each kv head is on two devices, of one host. Where gloo begins a sum of four depends on
-        # the array's size, without a second home, too.
+        # Each kv head is on two devices, of one host. Sums over all four have other last bits in a
+        # crowd, without a second home, too, but not in one process.
         pytest.param(WHOLE, 2, 4, 1, "1", 1e-4, id="four shards", marks=pytest.mark.sweep),
         # A replica of which rank 0 has nothing.
         pytest.param(CONVOLUTIONS, 1, 1, 2, "1", 0, id="replicas", marks=pytest.mark.sweep),

@@ -12,6 +12,7 @@ import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
 from tests.grammars import Answer, same
+from tests.heads import add_mtp
 from tests.profile import SHARDED, SHARDED_MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def run(options):
     answers = serve(core, crowd())
     stats = core.stats()
     core.shutdown()
-    return answers, stats.num_preemptions
+    return answers, stats.num_draft_tokens
 
 import msgspec
 print("said", msgspec.json.encode([run(options) for options in json.loads(sys.argv[1])]).decode())
@@ -52,7 +53,7 @@ def model_dir(tmp_path_factory):
 
 
 def run(options):
-    """The answers of each engine, and how often it preempted a request."""
+    """The answers of each engine, and how many drafts it had."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(options)],
@@ -78,3 +79,26 @@ def test_devices_give_the_answers_of_one(model_dir, variants):
     assert {answer.finish for answer in expected.values()} == {"stop", "length"}
     for answers, _ in others:
         same(answers, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_shards_with_drafts_of_weights_and_with_states(family, tmp_path):
+    model_dir = str(make_tiny_checkpoint(tmp_path, family))
+    methods = [{"model": model_dir}]
+    if family == "qwen3_5":
+        add_mtp(tmp_path)
+        methods = [{"method": "custom_class", "model": "tests.drafts:Bigrams"}, {"method": "mtp"}]
+    fields = {
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+    }
+    options = BASE | {"model": model_dir}
+    shards = options | {"tensor_parallel_size": 2}
+    (expected, _), *others = run(
+        [options, *(shards | {"speculative_config": one | fields} for one in methods)]
+    )
+    for answers, num_drafts in others:
+        same(answers, expected, atol=1e-4)
+        assert num_drafts > 0

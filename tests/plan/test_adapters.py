@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm import ValidationError
+from jaxllm import UnsupportedModelError, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.lora.catalog import AdapterCatalog
 from jaxllm.lora.request import LoRARequest
@@ -40,9 +40,10 @@ def test_every_step_has_a_variant_and_two_programs_are_added(plan, model):
     assert num_programs(plan) == len(declared)
 
 
-def test_where_there_are_none_it_is_said(model):
-    with pytest.raises(ValidationError, match="enable_lora=True: an engine on several hosts"):
-        make_plan(EngineConfig.create(model, **TINY, **LORA, nnodes=2))
+def test_where_there_are_none_it_is_said(tmp_path):
+    model = make_tiny_checkpoint(tmp_path, family="gpt2")
+    with pytest.raises(UnsupportedModelError, match="no layer that adapters can change"):
+        make_plan(EngineConfig.create(model, **TINY, **LORA))
 
 
 def test_files_are_checked_again_when_they_have_changed(plan, model, tmp_path):

@@ -1,6 +1,7 @@
 """How many KV blocks the plan chooses."""
 
 import os
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -9,7 +10,7 @@ from jaxllm_kernels.platform import CHIPS
 from jaxllm.config import CacheConfig, EngineConfig
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.plan import memory
-from jaxllm.plan.memory import size_kv_cache
+from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.runner.jax_setup import gpu_pool_share, set_up_jax
 
 
@@ -120,3 +121,9 @@ def test_a_little_more_free_memory_makes_no_other_programs(num_blocks, monkeypat
 
     assert {blocks_with(free) for free in range(100_000, 129_000, 1000)} == {4}
     assert blocks_with(130_500) == 8
+
+
+def test_a_rank_asks_a_device_of_its_own():
+    here, there = (SimpleNamespace(process_index=rank) for rank in (jax.process_index(), 7))
+    assert own_device([there, here, there]) is here
+    assert own_device([there]) is there

@@ -1,6 +1,7 @@
 """Plans of models whose layers keep a state of each request: its bytes, and what they refuse."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -10,8 +11,11 @@ from jaxllm.config import EngineArgs
 from jaxllm.errors import OutOfMemoryError, ValidationError
 from jaxllm.plan import memory
 from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer
+from jaxllm.programs.hlo import whole_array_copies
 from jaxllm.programs.report import roofline
 from jaxllm.programs.summary import summary
+from jaxllm.runner.late import LateKey
 from jaxllm.testing import make_tiny_checkpoint
 
 OPTIONS = {"max_model_len": 64, "num_gpu_blocks_override": 64, "block_size": 16, "max_num_seqs": 4}
@@ -123,7 +127,13 @@ def test_a_draft_with_states_is_refused(model):
         make_plan(EngineArgs(model, **OPTIONS, spec_model=model))
 
 
-def test_rows_with_a_grammar_get_no_drafts(model):
+def test_the_program_that_verifies_drafts_under_a_grammar_updates_states_in_place(model):
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     plan = make_plan(EngineArgs(model, **OPTIONS, speculative_config=drafts))
-    assert plan.samples_late and not plan.verifies_late
+    programs = declare_programs(plan, make_packer(plan).layouts)
+    late = max(key for key in programs if isinstance(key, LateKey) and key.num_drafts)
+    compiled = programs[late].compile(programs[late].lower())
+    states = jax.tree.leaves(plan.stages[0].state_shapes)
+    assert not list(whole_array_copies(compiled.as_text(), states))
+    num_bytes = sum(math.prod(its.shape) * its.dtype.itemsize for its in states)
+    assert compiled.memory_analysis().alias_size_in_bytes >= num_bytes

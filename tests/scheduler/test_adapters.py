@@ -9,6 +9,7 @@ import pytest
 from jaxllm.lora.adapter_file import content_of
 from jaxllm.lora.host import MAX_OVERTAKING, Adapters
 from jaxllm.lora.request import Adapter
+from jaxllm.lora.shelf import HostShelf
 from jaxllm.messages import FinishReason
 from jaxllm.scheduler.schedule import NO_ADAPTER
 from tests.adapters import LIMITS, write
@@ -26,8 +27,9 @@ def adapters(tmp_path_factory):
 class Slots:
     """What is in the slots of a device, and whether every row that runs finds its adapter there."""
 
-    def __init__(self, engine, num_slots):
+    def __init__(self, engine, shelf, num_slots):
         self.engine = engine
+        self.shelf = shelf
         self.slots = [None] * num_slots
         self.of_rows = {}  # adapter slots by the slots of requests
 
@@ -35,8 +37,8 @@ class Slots:
         schedule = self.engine.step(**how)
         if schedule is None:
             return
-        for slot, arrays in schedule.adapter_writes:
-            self.slots[slot] = arrays
+        for slot, content in schedule.adapter_writes:
+            self.slots[slot] = self.shelf.arrays(content)
         for admission in schedule.admissions:
             self.of_rows[admission.slot] = admission.adapter
         for request in self.engine.scheduler._places.running:
@@ -57,7 +59,7 @@ class Slots:
 
 @pytest.fixture
 def make(make_engine):
-    gates = []
+    shelves = []
 
     def make(num_slots=2, num_kept=2, **options):
         reference = []
@@ -68,17 +70,18 @@ def make(make_engine):
             return b / unit
 
         limits = type(LIMITS)(num_slots, LIMITS.max_lora_rank, LIMITS.dtype, LIMITS.layers)
-        gate = Adapters(limits, num_kept=num_kept, lay_out=lay_out)
-        gates.append(gate)
+        shelf = HostShelf(limits, lay_out)
+        shelves.append(shelf)
+        gate = Adapters(shelf, num_slots=num_slots, num_kept=num_kept)
         engine = make_engine(gate=gate, **options)
-        return engine, gate, Slots(engine, num_slots)
+        return engine, gate, Slots(engine, shelf, num_slots)
 
     unit = np.random.default_rng(0)
     unit.normal(size=(2, 6))
     unit = unit.normal(size=(4, 2)).astype(np.float32)[0, 0] / 2  # B of the first layer; r is 2
     yield make
-    for gate in gates:
-        gate.close()
+    for shelf in shelves:
+        shelf.close()
 
 
 def test_others_overtake_a_request_whose_adapter_has_no_slot(make, make_request, adapters):
