@@ -144,7 +144,7 @@ def test_decodes_of_mamba2_are_computed_faster_than_states_are_moved(chip):
     # A block has 32 heads of 64 x 128, which are read and written. On v7x computing takes longer.
     moved = 2 * 32 * 64 * 128 * 4 / CHIP_FACTS[chip].hbm_bytes_per_second
     bundles = json.loads(RECORD.read_text())["chips"][chip]["ssd_decode"]["longest"]
-    assert bundles / CLOCKS[chip] <= 0.9 * moved
+    assert bundles / CLOCKS[chip] <= 0.7 * moved
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_copies_are_those_of_rows_with_a_slot():
     # 5 and -1 are no slots.
     slots = jnp.array([3, 5, 0, -1], jnp.int32)
     emulated = interpreter(chip_named("v6e"), True)
-    read = read_slots(jnp.asarray(state), slots, interpret=emulated)
+    read = read_slots(jnp.asarray(state), slots, after=slots, interpret=emulated)
     np.testing.assert_array_equal(read[jnp.array([0, 2])], state[[3, 0]])
     after = jax.jit(write_slots, static_argnames="interpret")(
         jnp.asarray(state), slots, jnp.asarray(rows), interpret=emulated

@@ -5,13 +5,17 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
+from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import collectives, whole_array_copies
@@ -30,6 +34,42 @@ CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
 NUM_LAYERS, NUM_SHARDS = 4, 8
 
 
+# What XLA does with an array of all slots to bring it elsewhere, or to reach its rows.
+MOVES = {"copy", "copy-start", "copy-done", "gather", "scatter", "dynamic-update-slice"}
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """The program of 64 decodes of a model's first layers, over eight chips."""
+
+    plan: EnginePlan
+    bucket: Bucket
+    arguments: tuple[Any, ...]
+    compiled: jax.stages.Compiled
+
+    @classmethod
+    def compile(cls, config: dict[str, Any], chip: str, folder: Path) -> "Decodes":
+        (folder / "config.json").write_text(json.dumps(config))
+        args = EngineArgs(
+            model=str(folder),
+            max_num_seqs=64,
+            max_num_batched_tokens=1024,
+            max_model_len=4096,
+            tensor_parallel_size=NUM_SHARDS,
+            enable_expert_parallel=True,
+        )
+        plan = make_plan(args, topology_devices(f"{chip}-8")[:NUM_SHARDS])
+        declared = declare_programs(plan, make_packer(plan).layouts)
+        bucket = max(bucket for bucket in plan.buckets if bucket.decode_only)
+        program = declared[bucket]
+        return cls(plan, bucket, program.arguments, program.compile(program.lower()))
+
+    def opcodes(self, array: str) -> set[str]:
+        """Of the instructions whose result is an array."""
+        made = re.findall(rf"= {re.escape(array)}\S* ([\w-]+)\(", self.compiled.as_text())
+        return set(made)
+
+
 @pytest.mark.parametrize("chip", ["v6e", "v7x"])
 def test_a_decode_step_moves_no_states_of_all_slots(chip, tmp_path):
     """A device has 16 MiB of matrices in a layer, and 512 KiB of inputs of convolutions, which XLA
@@ -37,24 +77,12 @@ def test_a_decode_step_moves_no_states_of_all_slots(chip, tmp_path):
     config = json.loads(CONFIGS.read_text())["Qwen3.6 35B-A3B"]
     decoder = config["text_config"]
     decoder |= {"num_hidden_layers": NUM_LAYERS, "layer_types": decoder["layer_types"][:NUM_LAYERS]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    args = EngineArgs(
-        model=str(tmp_path),
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
-        max_model_len=4096,
-        tensor_parallel_size=NUM_SHARDS,
-        enable_expert_parallel=True,
-    )
-    plan = make_plan(args, topology_devices(f"{chip}-8")[:NUM_SHARDS])
+    decodes = Decodes.compile(config, chip, tmp_path)
+    plan, bucket, compiled = decodes.plan, decodes.bucket, decodes.compiled
     ops = plan.state_ops
     assert ops is not None
     assert {op.name for op in (ops.conv, ops.delta, ops.copies)} == {"tpu"}
-    declared = declare_programs(plan, make_packer(plan).layouts)
-    bucket = max(bucket for bucket in plan.buckets if bucket.decode_only)
-    program = declared[bucket]
-    compiled = program.compile(program.lower())
-    weights, state, _ = program.arguments
+    weights, state, _ = decodes.arguments
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
 
     matrices = [
@@ -66,9 +94,7 @@ def test_a_decode_step_moves_no_states_of_all_slots(chip, tmp_path):
     # `copies` takes what enters VMEM for a prefetch.
     assert "f32[64,4,128,128]{3,2,1,0:T(8,128)S(1)}" not in hlo
     # Arrays of the step's rows have this shape, too, and are in VMEM.
-    made = re.findall(r"= u16\[64,4,1024\]\S* ([\w-]+)\(", hlo)
-    moves = {"copy", "copy-start", "copy-done", "gather", "scatter", "dynamic-update-slice"}
-    assert "custom-call" in made and not moves & set(made)
+    assert "custom-call" in (made := decodes.opcodes("u16[64,4,1024]")) and not MOVES & made
     in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
     assert memory.alias_size_in_bytes >= in_place
     # The states of a layer are 16 MiB, the logits of all rows 7.6.
@@ -78,3 +104,22 @@ def test_a_decode_step_moves_no_states_of_all_slots(chip, tmp_path):
     size = bucket.num_tokens * decoder["hidden_size"] * 2
     of_rows = [c.opcode for c in collectives(hlo) if c.num_bytes == size]
     assert set(of_rows) == {"all-reduce"} and len(of_rows) <= 2 * NUM_LAYERS + 1
+
+
+def test_a_decode_step_moves_no_states_of_mamba2(tmp_path):
+    """Three mixers of Nemotron 3 Nano: 16 MiB of matrices and 384 KiB of inputs in each."""
+    config = json.loads(CONFIGS.read_text())["Nemotron 3 Nano 30B-A3B"]
+    pattern = config["hybrid_override_pattern"][:6]
+    assert pattern == "MEMEM*"
+    decodes = Decodes.compile(
+        config | {"num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern},
+        "v6e",
+        tmp_path,
+    )
+    plan = decodes.plan
+    assert plan.state_ops is not None and plan.state_ops.ssd.name == "tpu"
+    shapes = {a.sharding.shard_shape(a.shape) for its in plan.stages[0].state_shapes for a in its}
+    assert shapes == {(64, 4, 768), (64, 8, 64, 128)}
+    assert not MOVES & (decodes.opcodes("u16[64,4,768]") | decodes.opcodes("f32[64,8,64,128]"))
+    in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
+    assert decodes.compiled.memory_analysis().alias_size_in_bytes >= in_place

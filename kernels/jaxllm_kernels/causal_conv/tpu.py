@@ -47,7 +47,7 @@ class TpuConv:
         from jaxllm_kernels.recurrent.tpu_slots import read_slots, write_slots
 
         emulated = interpreter(chip_named(self.chip), self.interpret)
-        before = read_slots(state, rows.slots, interpret=emulated)
+        before = read_slots(state, rows.slots, after=x, interpret=emulated)
         # What is read of rows without a slot is anything.
         starts_empty = rows.begins | (rows.slots >= len(state))
         before = jnp.where(starts_empty[:, None, None], 0, before)

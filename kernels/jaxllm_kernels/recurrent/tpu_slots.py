@@ -18,16 +18,22 @@ from jax.experimental.pallas import tpu as pltpu
 Ref = Any
 
 
-def read_slots(state: jax.Array, slots: jax.Array, *, interpret: Any) -> jax.Array:
-    """The states [R, ...] of int32 slots [R]. Of slots that are out of range, it is anything."""
+def read_slots(
+    state: jax.Array, slots: jax.Array, *, after: jax.Array, interpret: Any
+) -> jax.Array:
+    """The states [R, ...] of int32 slots [R]. Of slots that are out of range, it is anything.
+
+    It waits for `after`, of which it reads nothing. Otherwise XLA reads the states of all layers at
+    the begin of a step, and has to move them out of VMEM until it needs them.
+    """
     return pl.pallas_call(
         functools.partial(_read, num_slots=len(state)),
-        grid_spec=_whole(1),
+        grid_spec=_whole(2),
         out_shape=[jax.ShapeDtypeStruct((len(slots), *state.shape[1:]), state.dtype)],
         cost_estimate=_cost(slots, state),
         interpret=interpret,
         name="read_slots",
-    )(slots, _in_hbm(state, interpret))[0]
+    )(slots, after, _in_hbm(state, interpret))[0]
 
 
 def write_slots(
@@ -98,7 +104,7 @@ def _cost(slots: jax.Array, state: jax.Array) -> pl.CostEstimate:
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * len(slots) * row_bytes)
 
 
-def _read(slots: Ref, state: Ref, rows: Ref, done: Ref, *, num_slots: int) -> None:
+def _read(slots: Ref, _: Ref, state: Ref, rows: Ref, done: Ref, *, num_slots: int) -> None:
     _copy(slots, num_slots, lambda i, slot: pltpu.make_async_copy(state.at[slot], rows.at[i], done))
 
 

@@ -28,6 +28,10 @@ from jaxllm_kernels.recurrent.tpu_blocks import (
 # A reference to a kernel's operand.
 Ref = Any
 
+# Heads that are computed before the first of them is written. The compiler moves no load before a
+# store, so that one head would wait for the other one's sums.
+_HEADS_AT_ONCE = 16
+
 
 def run_decodes(
     operands: tuple[jax.Array, ...],
@@ -122,21 +126,32 @@ def _step(
     def _():
         begins = what[row] == BEGIN
         inputs = _turned(x[0, 0])  # [128, columns]
-        column = lax.broadcasted_iota(jnp.int32, (head_size, LANES), 1)
-        # Outputs of the heads of a column, above each other.
-        outputs = [jnp.zeros((head_size, LANES), jnp.float32)] * heads_of_column
-        for head in range(num_heads):
+
+        def row_of_group(head: int) -> slice:
+            group = head // heads_of_group
+            return slice(group, group + 1)
+
+        def advance(head: int) -> jax.Array:
+            """The state of a head after the token."""
             place, part = head // heads_of_column, head % heads_of_column
-            first, group = part * head_size, head // heads_of_group
-            own = slice(group, group + 1)
-            entering = inputs[first : first + head_size, place : place + 1]
+            entering = inputs[part * head_size : (part + 1) * head_size, place : place + 1]
             entering = jnp.broadcast_to(entering, (head_size, state_size))
             # A select also replaces NaN.
             held = decays[0, 0, 0, head] * jnp.where(begins, 0, state[0, head])
-            now = held + entering * b[0, 0, own]
-            after[0, head] = now
-            seen = (now * c[0, 0, own]).sum(axis=1, keepdims=True)
-            outputs[part] = jnp.where(column == place, seen, outputs[part])
+            return held + entering * b[0, 0, row_of_group(head)]
+
+        column = lax.broadcasted_iota(jnp.int32, (head_size, LANES), 1)
+        # Outputs of the heads of a column, above each other.
+        outputs = [jnp.zeros((head_size, LANES), jnp.float32)] * heads_of_column
+        for start in range(0, num_heads, _HEADS_AT_ONCE):
+            own = range(start, min(start + _HEADS_AT_ONCE, num_heads))
+            now = [advance(head) for head in own]
+            for head, its in zip(own, now, strict=True):
+                after[0, head] = its
+            for head, its in zip(own, now, strict=True):
+                place, part = head // heads_of_column, head % heads_of_column
+                seen = (its * c[0, 0, row_of_group(head)]).sum(axis=1, keepdims=True)
+                outputs[part] = jnp.where(column == place, seen, outputs[part])
         out[0, 0] = jnp.concatenate(outputs).T[:num_columns]
 
     @pl.when(what[row] == SKIP)
