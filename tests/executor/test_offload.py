@@ -20,7 +20,7 @@ from jaxllm.plan import snapshots
 options, prompts, late = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 if str(options["node_rank"]) == late:
     fill = HostBlocks.fill
-    HostBlocks.fill = lambda *args: (time.sleep(0.05), fill(*args))
+    HostBlocks.fill = lambda *args: (time.sleep(0.3), fill(*args))
 if options["node_rank"] == 1:
     # It has room for fewer snapshots of states than rank 0.
     snapshots._MOST_PER_REQUEST = 1
