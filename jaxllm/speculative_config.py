@@ -91,7 +91,7 @@ class Speculation:
     # How many drafts rows get if so many requests run, from 1; more requests get none. The plan
     # fills it in if the user leaves it open.
     drafts_by_requests: tuple[int, ...] = ()
-    # Whether one host has all devices of a replica; the plan knows.
+    # Whether the engine is on one host; the plan knows.
     is_on_one_host: bool = True
 
     def check(self, tensor_parallel_size: int, num_stages: int) -> None:

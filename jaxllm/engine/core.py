@@ -151,14 +151,13 @@ class EngineCore:
             return outputs
         start = self._clock()
         if self.in_flight.has_room:
-            self._dispatch_next()
-            outputs += self.scheduler.take_failed()
+            outputs += self._dispatch_next()
         num_kept = self.in_flight.num_kept  # read before the loop, which changes it
         while len(self.in_flight) > num_kept or self.in_flight.awaits_masks:
             if not wait and not self.in_flight.is_ready():
                 break
             outputs += self._collect()
-        if self.tier is not None and not self.in_flight:
+        if self.tier is not None and not self.in_flight and self._end is None:
             self.tier.send()  # perhaps no step follows that would
         self._stats.step_s += self._clock() - start
         return outputs
@@ -210,14 +209,20 @@ class EngineCore:
         finally:
             self.executor.shutdown()
 
-    def _dispatch_next(self) -> None:
+    def _dispatch_next(self) -> list[EngineOutput]:
+        """Dispatch a step if one can be planned. Return the outputs of requests that have ended
+        without running."""
         start = self._clock()
-        schedule = self.scheduler.schedule()
+        try:
+            schedule = self.scheduler.schedule()
+        except EngineDeadError as error:  # planning takes in what other hosts say
+            return self._recover(error)
         self.in_flight.expect(schedule)
         self._stats.schedule_s += self._clock() - start
         if schedule is not None:
             self.in_flight.dispatch(start)
             self._sample_late()
+        return self.scheduler.take_failed()
 
     def _sample_late(self) -> None:
         """Let the newest step sample its late rows, if it has not and all tokens before theirs are
@@ -225,7 +230,9 @@ class EngineCore:
         after any other step."""
         if not self.in_flight.awaits_masks or not self._structured_output.knows_tokens:
             return
+        start = self._clock()
         drafts = self.in_flight.late_drafts()
+        self._stats.device_wait_s += self._clock() - start
         if not self.in_flight.awaits_masks:
             return  # there are none
         start = self._clock()

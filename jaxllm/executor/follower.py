@@ -78,6 +78,8 @@ class _Follower:
         while True:
             message = decode_from_leader(self._link.receive())
             if isinstance(message, Stop):
+                for runner in self._runners.values():
+                    runner.stop_reading()
                 return message.reason
             if isinstance(message, Build):
                 self._build(layout, message.fits)
@@ -109,8 +111,8 @@ class _Follower:
                 tell = functools.partial(self._tell, replica, is_first)
                 self._runners[replica].mover().follow(tell)
             if plan.adapters is not None:
-                say = functools.partial(self._say_fetched, replica)
-                self._runners[replica].shelf().follow(say)
+                report_fetched = functools.partial(self._report_fetched, replica)
+                self._runners[replica].shelf().follow(report_fetched)
             infos[replica] = plan.info()
         self._link.send(encode(Ready(self._rank, infos)))
 
@@ -137,7 +139,7 @@ class _Follower:
         if is_first:
             self._link.send(encode(Arrived(replica, arrivals)))
 
-    def _say_fetched(self, replica: int, fetched: Fetched) -> None:
+    def _report_fetched(self, replica: int, fetched: Fetched) -> None:
         self._link.send(encode(AdapterFetched(self._rank, replica, fetched)))
 
 

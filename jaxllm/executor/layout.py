@@ -53,7 +53,7 @@ class Layout:
         for replica in self.replicas_of(rank):
             plan = plan_engine(self._config, self._devices[replica])
             count = 0 if plan.snapshots is None else plan.snapshots.count
-            found[replica] = Fits(plan.num_blocks, None if plan.state_ops is None else count)
+            found[replica] = Fits(plan.num_blocks, count if plan.states_bytes else None)
         return found
 
     def plan(self, replica: int, fits: Fits) -> EnginePlan:
@@ -102,12 +102,12 @@ def check_same(options: dict[str, str], hello: Hello) -> None:
 def check_alike(replica: int, infos: dict[int, EngineInfo]) -> None:
     """Refuse ranks that have not planned the same, by what each has reported: rank 0 numbers the
     blocks, snapshots and places of all."""
-    (first, its), *others = infos.items()
-    for rank, other in others:
-        for name in its.__struct_fields__:
-            mine, theirs = getattr(its, name), getattr(other, name)
-            if name not in _OF_DIRECTORIES and mine != theirs:
+    (first, expected), *others = infos.items()
+    for rank, info in others:
+        for field in info.__struct_fields__:
+            here, there = getattr(expected, field), getattr(info, field)
+            if field not in _OF_DIRECTORIES and here != there:
                 raise JaxLLMError(
-                    f"rank {rank} has planned replica {replica} with {name} {theirs}, and rank "
-                    f"{first} with {mine}; give every rank the same model, and the same memory"
+                    f"rank {rank} has planned replica {replica} with {field} {there}, and rank "
+                    f"{first} with {here}; give every rank the same files and the same hardware"
                 )

@@ -8,6 +8,7 @@ An error in a step or the loss of a rank ends the whole engine (`EngineDeadError
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from jaxllm.executor.wire import (
     Execute,
     Failed,
     Figures,
+    FromLeader,
     Hello,
     Move,
     Ready,
@@ -258,14 +260,20 @@ class MultiHostExecutor:
 
     def shelf(self) -> Shelf:
         own = None if self._runner is None else self._runner.shelf()
-        return ShelfOverHosts(self._link, self._inbox, self._replica, self._others, own)
+        return ShelfOverHosts(self.tell, self._inbox, self._replica, len(self._others), own)
 
     def mover(self) -> Mover:
         return _MoverOverHosts(self)
 
+    def tell(self, message: FromLeader) -> None:
+        """Tell the other ranks something beside a step. If one is lost, that is noticed when a step
+        is planned or taken."""
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(self._others, encode(message))
+
     def move(self, moves: BlockMoves) -> None:
         """Make moves on all ranks of the replica."""
-        self._link.send(self._others, encode(Move(self._replica, moves)))
+        self.tell(Move(self._replica, moves))
         if self._runner is not None:
             self._runner.mover().send(moves)
 

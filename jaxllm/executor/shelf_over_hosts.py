@@ -1,10 +1,9 @@
 """The adapters of a replica that is on several hosts: one is there when every rank has read it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from jaxllm.executor.link import LeaderLink
-from jaxllm.executor.wire import AdapterFetched, FetchAdapter, ForgetAdapter, encode
+from jaxllm.executor.wire import AdapterFetched, FetchAdapter, ForgetAdapter, FromLeader
 from jaxllm.lora.request import Adapter
 from jaxllm.lora.shelf import Fetched, HostShelf
 
@@ -23,25 +22,25 @@ class ShelfOverHosts:
 
     def __init__(
         self,
-        link: LeaderLink,
+        tell: Callable[[FromLeader], None],
         reports: Reports,
         replica: int,
-        others: Sequence[int],
+        num_others: int,
         own: HostShelf | None,
     ):
-        """`others` are the ranks beside rank 0, whose own shelf is None if it has no device of the
-        replica."""
-        self._link = link
+        """`tell` sends a message to the ranks beside rank 0, of which there are so many. Rank 0's
+        own shelf is None if it has no device of the replica."""
+        self._tell = tell
         self._reports = reports
         self._replica = replica
-        self._others = others
+        self._num_others = num_others
         self._own = own
         self._missing: dict[str, int] = {}  # how many ranks have not read an adapter yet
         self._errors: dict[str, str] = {}  # the first one of each
 
     def fetch(self, adapter: Adapter) -> None:
-        self._missing[adapter.content] = len(self._others) + (self._own is not None)
-        self._link.send(self._others, encode(FetchAdapter(self._replica, adapter)))
+        self._missing[adapter.content] = self._num_others + (self._own is not None)
+        self._tell(FetchAdapter(self._replica, adapter))
         if self._own is not None:
             self._own.fetch(adapter)
 
@@ -53,11 +52,12 @@ class ShelfOverHosts:
 
     def _whole(self, *, wait_s: float) -> list[Fetched]:
         """Take in what ranks say; return the adapters of which all have spoken."""
-        said = [] if self._own is None else [(0, its) for its in self._own.fetched(wait=False)]
-        reports = self._reports.take_fetched(self._replica, 0.0 if said else wait_s)
-        said += [(report.rank, report.fetched) for report in reports]
+        own = () if self._own is None else self._own.fetched(wait=False)
+        answers = [(0, fetched) for fetched in own]
+        reports = self._reports.take_fetched(self._replica, 0.0 if answers else wait_s)
+        answers += [(report.rank, report.fetched) for report in reports]
         found: list[Fetched] = []
-        for rank, (content, error) in said:
+        for rank, (content, error) in answers:
             if error is not None:
                 self._errors.setdefault(content, f"rank {rank}: {error}")
             self._missing[content] -= 1
@@ -67,6 +67,6 @@ class ShelfOverHosts:
         return found
 
     def forget(self, content: str) -> None:
-        self._link.send(self._others, encode(ForgetAdapter(self._replica, content)))
+        self._tell(ForgetAdapter(self._replica, content))
         if self._own is not None:
             self._own.forget(content)

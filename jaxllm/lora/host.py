@@ -31,7 +31,7 @@ class _Held:
 
     adapter: Adapter
     is_there: bool = False  # on the shelf
-    is_read: bool = False  # at this time
+    is_being_read: bool = False
     is_pinned: bool = False
     is_removed: bool = False  # as soon as it has been read, unless a request needs it by then
     num_requests: int = 0  # unfinished
@@ -73,7 +73,11 @@ class Adapters:
 
     def pin(self, number: int) -> bool:
         """Never drop the adapters of this number. Return whether there are any."""
-        found = [one for one in self._held.values() if one.adapter.number == number]
+        found = [
+            one
+            for one in self._held.values()
+            if one.adapter.number == number and not one.is_removed
+        ]
         for held in found:
             held.is_pinned = True
         return bool(found)
@@ -125,7 +129,7 @@ class Adapters:
             return
         held = self._held[request.adapter.content]
         held.num_requests -= 1
-        if not held.num_requests and not held.is_there and not held.is_read:
+        if not held.num_requests and not held.is_there and not held.is_being_read:
             self._forget(held)  # it could not be read
         self._may_release = bool(self._oldest)
         self._drop_unused()
@@ -196,8 +200,8 @@ class Adapters:
             held = self._held[adapter.content] = _Held(adapter)
         held.adapter = adapter  # its newest name and path
         held.is_removed = False
-        if not held.is_there and not held.is_read:
-            held.is_read = True
+        if not held.is_there and not held.is_being_read:
+            held.is_being_read = True
             self._num_reading += 1
             self._shelf.fetch(adapter)
         self._held.move_to_end(adapter.content)
@@ -209,7 +213,7 @@ class Adapters:
         ready: list[Request] = []
         for content, error in self._shelf.fetched(wait=wait):
             held = self._held[content]
-            held.is_read = False
+            held.is_being_read = False
             self._num_reading -= 1
             ready += held.waiting
             if error is None:
@@ -231,7 +235,7 @@ class Adapters:
         unused = (
             one
             for one in self._held.values()
-            if not one.num_requests and not one.is_pinned and not one.is_read
+            if not one.num_requests and not one.is_pinned and not one.is_being_read
         )
         for held in [one for one, _ in zip(unused, range(too_many), strict=False)]:
             self._forget(held)
@@ -239,7 +243,7 @@ class Adapters:
     def _forget(self, held: _Held) -> None:
         """Forget an adapter that no request uses."""
         assert not held.num_requests, held.adapter
-        if held.is_read:
+        if held.is_being_read:
             held.is_removed = True
             return
         self._shelf.forget(held.adapter.content)

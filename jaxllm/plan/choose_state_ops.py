@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from jaxllm_kernels.causal_conv.api import ConvOp
 from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.causal_conv.tpu import TpuConv
 from jaxllm_kernels.causal_conv.xla import XlaConv
@@ -61,13 +62,14 @@ def choose_state_ops(
     kinds = {type(mixer) for mixer in mixers}
     load: dict[str, Callable[[], Any]] = {}
     if chip.platform == "tpu":
-        load["copies"] = functools.partial(_copies_on_tpu, chip, configs, num_shards)
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(_conv_on_tpu, chip, configs, num_shards)
         if not kinds.isdisjoint(_DELTA):
             load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
         if MambaSpec in kinds:
             load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers)
+        # Last, since the convolution says how many inputs there are to copy.
+        load["copies"] = lambda: _copies_on_tpu(chip, configs, num_shards, ops.conv)
     elif chip.platform != "cpu":
         logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
@@ -95,14 +97,16 @@ def _conv_on_tpu(chip: Chip, configs: Iterable[StateConfig], num_shards: int) ->
     return conv
 
 
-def _copies_on_tpu(chip: Chip, configs: Iterable[StateConfig], num_shards: int) -> TpuCopies:
+def _copies_on_tpu(
+    chip: Chip, configs: Iterable[StateConfig], num_shards: int, conv: ConvOp
+) -> TpuCopies:
     """The kernel; raises ValueError unless it copies a device's part of all states."""
     for array in (array for config in configs for array in config.arrays):
         *_, rows, columns = array.shape
         if array.width is None:
             check_slots(rows, columns)
         else:
-            check_slots(TpuConv(chip=chip.name).num_inputs(array.width), columns // num_shards)
+            check_slots(conv.num_inputs(array.width), columns // num_shards)
     return TpuCopies(chip=chip.name)
 
 

@@ -37,13 +37,14 @@ def wants_images(config: EngineConfig) -> bool:
 
 
 def with_images(
-    config: EngineConfig, architecture: Architecture, model_dir: Path
+    config: EngineConfig, architecture: Architecture, model_dir: Path, *, pools: bool
 ) -> tuple[Architecture, ImageSpec | None]:
     """Keep the tower of a model if its files say how images are made, and return how; None: prompts
     are text."""
     tower = architecture.tower
     if tower is None:
-        _refuse_without_tower(config, "the model has no tower for images that is supported")
+        why = "it pools" if pools else "the model has no tower for images that is supported"
+        _refuse_without_tower(config, why)
         return architecture, None
     spec = read_image_spec(
         model_dir,

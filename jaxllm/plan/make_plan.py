@@ -102,7 +102,9 @@ def make_plan(
     model_dir = resolve_model_dir(model.model, model.revision, model.download_dir)
     hf_config = read_config(model_dir)
     architecture, pooling = read_model(config, hf_config, model_dir)
-    architecture, image_spec = with_images(config, architecture, model_dir)
+    architecture, image_spec = with_images(
+        config, architecture, model_dir, pools=pooling is not None
+    )
     if config.parallel.enable_expert_parallel:
         architecture = with_whole_experts(architecture)
     counts_experts = config.observability.count_expert_tokens

@@ -227,8 +227,11 @@ class ModelRunner:
     def late_drafts(self) -> np.ndarray | None:
         """As in `Executor`."""
         assert self._newest is not None, "no step was executed"
-        drafts, self._newest.drafts = self._newest.drafts, None
-        return None if drafts is None else np.asarray(drafts)
+        if self._newest.drafts is None:
+            return None
+        drafts = np.asarray(self._newest.drafts)
+        self._newest.drafts = None  # it is complete
+        return drafts
 
     def sample(self, masks: LateMasks) -> None:
         """Sample the late rows of the newest step, and return without waiting for it."""
@@ -275,6 +278,11 @@ class ModelRunner:
         """What the engine does of handing prompts over."""
         return self._ends.info()
 
+    def stop_reading(self) -> None:
+        """Read no more adapters."""
+        if self._shelf is not None:
+            self._shelf.close()
+
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""
         self._newest = None
@@ -314,8 +322,7 @@ class ModelRunner:
         self._ends.close()
         if self._mover is not None:
             self._mover.close()
-        if self._shelf is not None:
-            self._shelf.close()
+        self.stop_reading()
         self._host_weights, self._newest = [], None
         self._model.free()
 

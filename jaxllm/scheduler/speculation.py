@@ -188,6 +188,6 @@ class Drafting:
     def _may_draft(self, request: Request) -> bool:
         """Whether a row of the request may have drafts."""
         if request.grammar is not None and not self._verifies_late:
-            return False  # its masks come too late for the program that makes or verifies drafts
+            return False  # the host cannot read what weights have drafted on several hosts
         # More logprobs come from logits, and a step leaves those of one token for each row.
         return (request.sampling_params.logprobs or 0) <= MAX_STEP_LOGPROBS

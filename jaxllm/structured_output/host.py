@@ -12,7 +12,7 @@ sampled: the others are added to the request (`Request.force`), whose next row c
 """
 
 import concurrent.futures
-import os.path
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -245,7 +245,8 @@ _NO_FORM = Form()
 def _settle(request: Request, num_drafts: int, forced: list[int], taken: list[int]) -> None:
     """Add the tokens to a request that are forced behind those of its row with drafts, of which the
     grammar takes some. What is forced goes beyond the drafts, so it decides which are right."""
-    num_right = len(os.path.commonprefix([forced, taken]))
+    pairs = zip(forced, taken, strict=False)
+    num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     if num_right + 1 < len(forced) and request.status is RequestStatus.RUNNING:
         request.settle(num_drafts, num_right)
         request.force(forced)

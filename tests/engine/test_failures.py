@@ -275,6 +275,29 @@ def test_an_engine_that_cannot_go_on_ends_every_request_with_the_reason(make_cor
             call()
 
 
+def test_a_loss_that_planning_notices_ends_every_request(make_core, expected, monkeypatch):
+    """While a step is planned, the engine takes in what other hosts say."""
+    core = make_core(no_fault())
+    plan, calls = core.scheduler.schedule, []
+
+    def schedule():
+        calls.append(plan)
+        if len(calls) == 4:
+            raise EngineDeadError("rank 1 is gone")
+        return plan()
+
+    monkeypatch.setattr(core.scheduler, "schedule", schedule)
+    outcomes = run(core)
+    failed = [outcome.ends[0].error for outcome in outcomes.values() if outcome.failed]
+    assert failed and set(failed) == {"EngineDeadError: rank 1 is gone"}
+    for prompt, outcome in outcomes.items():
+        if not outcome.failed:
+            assert outcome.token_ids == expected[prompt]
+    assert not core.has_work()
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        core.step()
+
+
 # ---- the same from outside
 
 

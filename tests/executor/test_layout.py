@@ -1,5 +1,7 @@
 """What all ranks of an engine must have alike: as many blocks and snapshots, and one plan."""
 
+import json
+
 import msgspec
 import pytest
 
@@ -8,6 +10,7 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.executor.layout import Layout, check_alike
 from jaxllm.executor.wire import Fits
 from jaxllm.testing import make_tiny_checkpoint
+from tests.pooling.models import BERT
 from tests.profile import TINY
 
 
@@ -31,9 +34,17 @@ def test_a_plan_has_as_many_blocks_and_snapshots_as_fit_everywhere(tmp_path):
 
 
 def test_a_model_without_states_has_no_snapshots_to_agree_on(tmp_path):
-    its = layout(tmp_path, "llama")
-    assert its.what_fits(0)[0].on_both(Fits(50, None)) == Fits(50, None)
-    assert its.plan(0, Fits(50, None)).num_blocks == 50
+    decoder = layout(tmp_path / "decoder", "llama")
+    assert decoder.what_fits(0)[0].on_both(Fits(50, None)) == Fits(50, None)
+    assert decoder.plan(0, Fits(50, None)).num_blocks == 50
+    # An encoder has mixers of its own, which keep nothing.
+    made = make_tiny_checkpoint(tmp_path / "encoder")
+    fields = BERT | {"model_type": "bert", "architectures": ["BertModel"]}
+    (made / "config.json").write_text(json.dumps(fields))
+    encoder = Layout(EngineConfig.create(made, **TINY | {"max_num_batched_tokens": 128}))
+    fits = encoder.what_fits(0)[0]
+    assert fits.num_snapshots is None
+    assert encoder.plan(0, fits).num_blocks == fits.num_blocks
 
 
 def test_ranks_that_have_planned_otherwise_are_refused_by_name(tmp_path):

@@ -77,6 +77,7 @@ def check_against_transformers(model, llm):
         images = [Image.fromarray(image) for image in one["multi_modal_data"]["image"]]
         made = processor(images, return_tensors="pt")
         tokens = before_marks(output, {SOFT})
+        assert tokens
         ids = torch.tensor([output.prompt_token_ids + tokens])
         with torch.no_grad():
             logits = oracle(

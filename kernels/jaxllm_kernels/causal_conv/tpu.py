@@ -1,6 +1,5 @@
 """The convolution on TPUs: XLA computes, and kernels copy the states of the rows."""
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -31,7 +30,7 @@ class TpuConv:
 
     def num_inputs(self, width: int) -> int:
         # So that they fill tiles.
-        return 1 << math.ceil(math.log2(width - 1))
+        return 1 << (width - 2).bit_length() if width > 2 else width - 1
 
     def __call__(
         self,
