@@ -83,8 +83,8 @@ class HostShelf:
             if content_of(path) != adapter.content:
                 raise CheckpointError(f"the files of {path} have changed since they were checked")
             self._arrays[adapter.content] = self._lay_out(read_adapter(path, self._limits))
-        except JaxLLMError as its:
-            error = str(its)
-        except Exception as its:
-            error = repr(its)
+        except JaxLLMError as reason:
+            error = str(reason)
+        except Exception as reason:
+            error = repr(reason)
         self._tell(Fetched(adapter.content, error))

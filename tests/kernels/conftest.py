@@ -30,6 +30,20 @@ def gpu() -> Chip:
     return chip
 
 
+@pytest.fixture
+def no_races():
+    """After a test, that the emulator of TPUs has found none."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    yield
+    # Where the interpreter keeps its findings; there is no public name.
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.races
+    assert races is not None and not races.races_found
+    pltpu.reset_tpu_interpret_mode_state()
+
+
 # Compilers' names of processors with narrower registers or fewer instructions, and the features
 # that this processor needs to run their code.
 OTHER_PROCESSORS = {

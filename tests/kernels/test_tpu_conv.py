@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.causal_conv.cases import FILTERS, TOLERANCES, error
 from jaxllm_kernels.causal_conv.tpu import TpuConv
 from jaxllm_kernels.recurrent.cases import CASES
@@ -14,20 +13,11 @@ from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import chip_named, interpreter
 from jaxllm_kernels.recurrent.tpu_slots import read_slots, write_slots
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 OP = TpuConv(chip="v6e", interpret=True)
 # Each kind of row, and slots that are not read.
 ALWAYS = [("drafts", "with a bias", "float32"), ("slots pass on", "usual", "bfloat16")]
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    yield
-    # Where the interpreter keeps its findings; there is no public name.
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.races
-    assert races is not None and not races.races_found
-    pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize(

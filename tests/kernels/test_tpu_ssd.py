@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error
 from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
+
+pytestmark = pytest.mark.usefixtures("no_races")
 
 # Blocks of two heads of 64 x 128.
 OP = TpuSsd(chip="v6e", interpret=True, block_bytes=1 << 16)
@@ -26,17 +27,6 @@ LAYERS = {
 }
 # A slot that a later request takes is not read.
 ALWAYS = [("slots pass on", "usual", OP), ("decodes", "groups", WHOLE)]
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    yield
-    # Where the interpreter keeps its findings; there is no public name.
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.races
-    assert races is not None and not races.races_found
-    pltpu.reset_tpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize(
