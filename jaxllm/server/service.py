@@ -94,9 +94,10 @@ class Service:
         try:
             return await answer()
         except NotFoundError as error:
-            if error.parameter != "model" or not await self.served.adapters.ask(
-                error.value, self.options.request_timeout
-            ):
+            if error.parameter != "model":
+                raise
+            name, timeout = str(error.value), self.options.request_timeout
+            if not await self.served.adapters.ask(name, timeout):
                 raise
         return await answer()
 
