@@ -231,7 +231,7 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         ("KV cache", [stage.kv_cache_bytes for stage in stages]),
         *(("  of the draft", [s.draft_cache_bytes]) for s in stages if s.draft_weights_bytes),
         (
-            "sampler, block tables",
+            "sampler, tables, steps",
             [
                 s.state_bytes - s.recurrent_bytes - s.snapshots_bytes - s.adapters_bytes
                 for s in stages
@@ -261,7 +261,6 @@ def _memory_lines(report: "PlanReport") -> list[str]:
         ]
     lines = ["memory of each device        GiB"]
     if len(stages) > 1:
-        rows[2] = ("sampler, tables, steps", rows[2][1])  # includes hidden states between stages
         layers = "".join(f"{stage.num_layers:>10}" for stage in stages)
         names = "".join(f"{f'stage {index}':>10}" for index in range(len(stages)))
         lines = [f"{'GiB of each device':<24}{names}", f"  {'layers':<22}{layers}"]

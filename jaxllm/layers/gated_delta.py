@@ -6,7 +6,7 @@ matrices and reads these. Heads are cut over the shards with all that belongs to
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxllm.layers.state import (
     ConvDrafts,
     DeltaDrafts,
     Drafts,
+    KeptArray,
     StateConfig,
     StateOps,
     States,
@@ -109,7 +110,14 @@ class GatedDeltaNet(nnx.Module):
             arrays=(
                 last_inputs(spec.conv_width, num_channels, dtype),
                 head_matrices(spec.num_heads, spec.key_size, spec.value_size),
-            )
+            ),
+            drafts=kept_by_delta(
+                num_channels,
+                keys=(spec.num_key_heads, spec.key_size),
+                values=(spec.num_heads, spec.value_size),
+                decays=(spec.num_heads,),
+                dtype=dtype,
+            ),
         )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
@@ -158,6 +166,26 @@ class GatedDeltaNet(nnx.Module):
         return run_delta(
             ops, qkv, taps, log_decay, beta, inputs, matrices, rows, key_size=self.spec.key_size
         )
+
+
+def kept_by_delta(
+    num_channels: int,
+    *,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+    decays: tuple[int, ...],
+    dtype: DTypeLike,
+) -> tuple[Drafts, ...]:
+    """What `run_delta` keeps of a draft: `KeptArray`s. `keys`, `values` and `decays` are sizes over
+    all shards, heads first."""
+    of_conv: Any = KeptArray((num_channels,), jnp.dtype(dtype))
+    of_rule: Any = (
+        KeptArray(keys, jnp.float32),
+        KeptArray(values, jnp.dtype(dtype)),
+        KeptArray(decays, jnp.float32),
+        KeptArray(values[:1], jnp.float32),
+    )
+    return ConvDrafts(of_conv), DeltaDrafts(*of_rule)
 
 
 def run_delta(

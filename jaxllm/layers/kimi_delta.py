@@ -17,7 +17,7 @@ from jaxllm_kernels.recurrent.rows import StateRows
 
 from jaxllm.errors import refused
 from jaxllm.layers.context import Cache, LentCache, StepContext
-from jaxllm.layers.gated_delta import run_delta
+from jaxllm.layers.gated_delta import kept_by_delta, run_delta
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.state import (
@@ -93,7 +93,14 @@ class KimiDeltaAttention(nnx.Module):
             arrays=(
                 last_inputs(spec.conv_width, 3 * size, dtype),
                 head_matrices(spec.num_heads, spec.head_size, spec.head_size),
-            )
+            ),
+            drafts=kept_by_delta(
+                3 * size,
+                keys=(spec.num_heads, spec.head_size),
+                values=(spec.num_heads, spec.head_size),
+                decays=(spec.num_heads, spec.head_size),
+                dtype=dtype,
+            ),
         )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:

@@ -8,7 +8,7 @@ their vectors, so these are repeated if there are fewer groups than shards.
 import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.state import (
     ConvDrafts,
     Drafts,
+    KeptArray,
     SsdDrafts,
     StateConfig,
     StateOps,
@@ -140,11 +141,19 @@ class Mamba(nnx.Module):
         self.out_proj = Linear(
             inner, hidden_size, bias=spec.out_bias, axes=("hidden", "heads"), dtype=dtype
         )
+        of_conv: Any = KeptArray((num_channels,), jnp.dtype(dtype))
+        of_heads: Any = (
+            KeptArray((spec.num_heads, spec.head_size), jnp.dtype(dtype)),
+            KeptArray((spec.num_groups * copies, spec.state_size), jnp.dtype(dtype)),
+            KeptArray((spec.num_heads,), jnp.float32),
+            KeptArray((spec.num_heads,), jnp.float32, is_shared=True),
+        )
         self.config = StateConfig(
             arrays=(
                 last_inputs(spec.conv_width, num_channels, dtype),
                 head_matrices(spec.num_heads, spec.head_size, spec.state_size),
-            )
+            ),
+            drafts=(ConvDrafts(of_conv), SsdDrafts(*of_heads)),
         )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:

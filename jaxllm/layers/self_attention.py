@@ -58,7 +58,7 @@ class SelfAttentionSpec:
 class SelfAttention(nnx.Module):
     """Grouped-query attention with a fused q/k/v projection. Heads are cut over the shards."""
 
-    config = StateConfig(arrays=())
+    config = StateConfig(arrays=(), drafts=())
 
     def __init__(
         self, spec: SelfAttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike

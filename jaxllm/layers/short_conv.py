@@ -6,7 +6,7 @@ Channels are cut over the shards.
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxllm.layers.context import Cache, LentCache, StepContext
 from jaxllm.layers.linear import Linear
 from jaxllm.layers.state import (
     ConvDrafts,
+    KeptArray,
     StateConfig,
     StateOps,
     UnverifiedStates,
@@ -76,7 +77,11 @@ class ShortConv(nnx.Module):
         self.out_proj = Linear(
             spec.num_channels, hidden_size, bias=spec.bias, axes=("hidden", "heads"), dtype=dtype
         )
-        self.config = StateConfig(arrays=(last_inputs(spec.width, spec.num_channels, dtype),))
+        of_draft: Any = KeptArray((spec.num_channels,), jnp.dtype(dtype))
+        self.config = StateConfig(
+            arrays=(last_inputs(spec.width, spec.num_channels, dtype),),
+            drafts=(ConvDrafts(of_draft),),
+        )
 
     def __call__(self, x: jax.Array, cache: Cache, context: StepContext) -> tuple[jax.Array, Cache]:
         """Mix x [T, D]; return [T, D] and the states after the step."""

@@ -52,17 +52,37 @@ class StateArray(NamedTuple):
         )
 
 
+class KeptArray(NamedTuple):
+    """An array of what an op gets of drafts: of one draft and over all shards, which cut its first
+    axis."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_shared: bool = False  # by all drafts of a step
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
     """The state of a mixer."""
 
     arrays: tuple[StateArray, ...]
+    # What the ops of these arrays get of drafts: `Drafts` of KeptArrays.
+    drafts: tuple[Any, ...]
 
     def of_slots(
         self, num_slots: int, mesh: Mesh, ops: "StateOps | None"
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Its arrays for all slots, on the devices of a mesh."""
         return tuple(array.of_slots(num_slots, mesh, ops) for array in self.arrays)
+
+    def kept(self, num_drafts: int, mesh: Mesh) -> tuple["Drafts", ...]:
+        """What a step keeps of so many drafts, on the devices of a mesh."""
+
+        def of_all(one: KeptArray) -> jax.ShapeDtypeStruct:
+            shape = (1 if one.is_shared else num_drafts, *one.shape)
+            return jax.ShapeDtypeStruct(shape, one.dtype, sharding=sharding(mesh, (None, "heads")))
+
+        return jax.tree.map(of_all, self.drafts, is_leaf=lambda its: isinstance(its, KeptArray))
 
 
 def last_inputs(width: int, num_channels: int, dtype: DTypeLike) -> StateArray:

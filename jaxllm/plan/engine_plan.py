@@ -31,6 +31,7 @@ from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces
 from jaxllm.plan.adapters import AdapterPlan
+from jaxllm.plan.between_steps import logits_sharding
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.choose_kv_cache import KVCachePlan
 from jaxllm.plan.draft_head import DraftHeadPlan
@@ -40,10 +41,7 @@ from jaxllm.plan.embeds import EmbedsPlan, given_rows
 from jaxllm.plan.gpu_compiler import AutotuneResults
 from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.offload import OffloadPlan
-from jaxllm.plan.stages import (
-    StagePlan,
-    logits_sharding,
-)
+from jaxllm.plan.stages import StagePlan
 from jaxllm.pooler_config import Pooling
 from jaxllm.quantization.linear import CodedExperts
 from jaxllm.sampling.layout import Layout
@@ -203,6 +201,12 @@ class EnginePlan:
     def snapshots_bytes(self) -> int:
         """The bytes of the snapshots of states, on the device with the most."""
         return max(stage.snapshots_bytes for stage in self.stages)
+
+    @property
+    def between_bytes(self) -> int:
+        """The bytes beside weights, caches and states between steps, on the device with the
+        most."""
+        return max(stage.between.num_bytes for stage in self.stages)
 
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""

@@ -26,6 +26,7 @@ from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, device_bytes
 from jaxllm.plan.adapters import plan_adapters
 from jaxllm.plan.batch_invariance import check_invariance, check_options
+from jaxllm.plan.between_steps import StepSizes
 from jaxllm.plan.buckets import make_ladder, with_adapters
 from jaxllm.plan.choose import (
     DEFAULTS,
@@ -49,7 +50,7 @@ from jaxllm.plan.choose_kernels import (
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.choose_state_ops import choose_state_ops
-from jaxllm.plan.draft_head import DraftHeadPlan, plan_draft_head
+from jaxllm.plan.draft_head import plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.embeds import given_rows, plan_embeds
@@ -63,20 +64,19 @@ from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
 from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.plan.offload import plan_offload
-from jaxllm.plan.pooling import pooling_bytes, read_model
+from jaxllm.plan.pooling import read_model
 from jaxllm.plan.snapshots import choose_snapshots
 from jaxllm.plan.stages import (
     StagePlan,
-    activation_bytes,
     cache_shape,
     check_num_stages,
     check_parts,
-    sampling_bytes,
     stage_meshes,
 )
 from jaxllm.quantization.config_file import read_config
 from jaxllm.quantization.linear import describe_products
 from jaxllm.sampling.logits_processor import load_logits_processors
+from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.weights.checkpoint import resolve_model_dir
 from jaxllm.weights.loader import weights_bytes
 
@@ -213,6 +213,44 @@ def make_plan(
     state_ops = choose_state_ops(
         chip, library, architecture, in_parts, dtype, row_sums, num_shards, is_encoder=is_encoder
     )
+    matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
+    buckets = make_ladder(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        min_rows=MIN_DOT_ROWS[platform],
+        num_cache_groups=len(windows),
+        free_padding=free_padding(attention, matmul, dtype),
+        speculation=speculation,
+        has_decodes=pooling is None,
+    )
+    images = plan_images(image_spec, chip, max_num_batched_tokens, max_num_seqs, max_model_len)
+    embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
+    samples_late = not model.skip_tokenizer_init and pooling is None
+    vocab_size = architecture.vocab_size
+    max_logprobs = vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
+    itemsize = jnp.dtype(dtype).itemsize
+    between = StepSizes(
+        num_stages=len(meshes),
+        num_slots=max_num_seqs,
+        num_cache_groups=len(windows),
+        blocks_per_seq=limits.max_blocks,
+        max_model_len=max_model_len,
+        num_logits=num_logits,
+        num_logprobs=min(max_logprobs, MAX_STEP_LOGPROBS),
+        samples_late=samples_late,
+        host_reads_logits=pooling is None and max_logprobs > MAX_STEP_LOGPROBS,
+        hidden_size=architecture.hidden_size,
+        itemsize=itemsize,
+        largest=buckets[-1],
+        given_bytes=given_rows(images, embeds) * architecture.image_width * itemsize,
+        counted_experts=architecture.num_layers * max(architecture.num_experts.values())
+        if counts_experts
+        else 0,
+        pooling=pooling,
+        speculation=speculation,
+        draft=draft,
+    )
     sizes = CacheSizes(
         block_size=block_size,
         max_model_len=max_model_len,
@@ -251,6 +289,7 @@ def make_plan(
                 ),
                 weights_bytes=weights_bytes(abstract, mesh)
                 + (0 if draft is None else draft.weights_bytes),
+                between=between.of_stage(mesh, part, abstract.state_configs),
                 draft=None
                 if draft is None
                 else draft.with_caches(lambda c, n, mesh=mesh: cache(c, n, mesh), num_blocks),
@@ -260,31 +299,6 @@ def make_plan(
             )
         )
 
-    samples_late = not model.skip_tokenizer_init and pooling is None
-    vocab_size = architecture.vocab_size
-    max_logprobs = vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size)
-    if pooling is not None:
-        tail_bytes = pooling_bytes(
-            pooling,
-            hidden_size=architecture.hidden_size,
-            num_tokens=max_num_batched_tokens,
-            num_rows=max_num_seqs,
-        )
-    else:
-        tail_bytes = sampling_bytes(
-            meshes[-1],
-            len(meshes),
-            num_tokens=max_num_batched_tokens,
-            num_rows=max_num_seqs,
-            num_logits=num_logits,
-            max_logprobs=max_logprobs,
-            samples_late=samples_late,
-            max_model_len=max_model_len,
-            speculation=speculation,
-            kept_bytes=architecture.hidden_size * jnp.dtype(dtype).itemsize
-            if isinstance(draft, DraftHeadPlan)
-            else 0,
-        )
     num_devices = sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size
     one_block = sizes.divide(windows, num_blocks=1)
     snapshots = choose_snapshots(
@@ -294,10 +308,6 @@ def make_plan(
         max_num_seqs=max_num_seqs,
         num_devices=num_devices,
     )
-    images = plan_images(image_spec, chip, max_num_batched_tokens, max_num_seqs, max_model_len)
-    embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
-    row_bytes = architecture.image_width * jnp.dtype(dtype).itemsize
-    tail_bytes += given_rows(images, embeds) * row_bytes
     num_blocks = min(
         size_kv_cache(
             config.cache,
@@ -305,14 +315,7 @@ def make_plan(
             states_bytes=stage.states_bytes,
             snapshots_bytes=stage.snapshots_bytes,
             adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
-            other_bytes=(tail_bytes if stage.part.has_head else 0)
-            + activation_bytes(
-                stage,
-                len(meshes),
-                num_tokens=max_num_batched_tokens,
-                hidden_size=architecture.hidden_size,
-                itemsize=jnp.dtype(dtype).itemsize,
-            ),
+            other_bytes=stage.between.num_bytes,
             cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
             min_blocks=sizes.max_blocks(windows[0]),
             max_num_seqs=max_num_seqs,
@@ -324,17 +327,6 @@ def make_plan(
     )
     cache_groups = sizes.divide(windows, num_blocks)
     stages = plan_stages(cache_groups, snapshots)
-    matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
-    buckets = make_ladder(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        min_rows=MIN_DOT_ROWS[platform],
-        num_cache_groups=len(cache_groups),
-        free_padding=free_padding(attention, matmul, dtype),
-        speculation=speculation,
-        has_decodes=pooling is None,
-    )
     results = config.compilation.gpu_autotune_results
     plan = EnginePlan(
         model_name=model.model,

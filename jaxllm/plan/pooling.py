@@ -72,13 +72,6 @@ def read_model(
     return dataclasses.replace(architecture, pooling_head=head), pooling
 
 
-def pooling_bytes(pooling: Pooling, *, hidden_size: int, num_tokens: int, num_rows: int) -> int:
-    """The bytes for pooling on each device: what slots keep, and the vectors of the steps in flight
-    and of the next one."""
-    in_slots = num_rows * hidden_size if pooling.needs_whole_prompts else 0
-    return 4 * (in_slots + 2 * (num_tokens + num_rows) * pooling.size)
-
-
 def _pools(config: PoolingConfig, hf_config: Mapping[str, Any], model_dir: Path) -> bool:
     """Whether the engine pools."""
     if config.runner == "pooling":

@@ -4,7 +4,6 @@ Without pipeline parallelism there is one stage, which is the whole model. With 
 through the stages one after the other, while the other stages run other steps.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxllm_kernels.platform import Device
 
 from jaxllm.cache_groups import CacheGroup, window_of
@@ -24,11 +23,9 @@ from jaxllm.layers.moe import MoESpec
 from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import device_bytes, make_mesh, num_pieces, sharding
+from jaxllm.plan.between_steps import BetweenSteps
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plural import counted
-from jaxllm.sampling.slot_state import SlotState
-from jaxllm.sampling_params import MAX_STEP_LOGPROBS
-from jaxllm.speculative_config import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +42,7 @@ class StagePlan:
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
     weights_bytes: int  # on one device, with those that draft
+    between: BetweenSteps  # what is there between steps beside these
     draft: DraftPlan | None = None
 
     @property
@@ -146,15 +144,6 @@ def check_parts(parts: Sequence[ModelPart], architecture: Architecture) -> None:
                 )
 
 
-def activation_bytes(
-    stage: StagePlan, num_stages: int, *, num_tokens: int, hidden_size: int, itemsize: int
-) -> int:
-    """The bytes of the largest steps' hidden states on each device of a stage. Each step in flight
-    has those that come in and those that go out."""
-    num_sides = (not stage.part.embeds) + (not stage.part.has_head)
-    return num_sides * (num_stages + 1) * num_tokens * hidden_size * itemsize
-
-
 def expert_weights(architecture: Architecture, part: ModelPart) -> Counter[float]:
     """The number of weights of all experts of a part, by the share of them that a token chooses."""
     counts = Counter[float]()
@@ -164,52 +153,6 @@ def expert_weights(architecture: Architecture, part: ModelPart) -> Counter[float
                 size = ffn.num_weights(architecture.hidden_size)
                 counts[ffn.num_choices / ffn.num_experts] += size
     return counts
-
-
-def logits_sharding(mesh: Mesh, *, host_reads: bool) -> NamedSharding:
-    """The sharding of the logits that a step leaves, f32 [R, V]: by vocabulary, as they are
-    computed. If several processes have devices of the mesh and each reads the logits, every device
-    has all of them."""
-    return sharding(mesh, () if host_reads and mesh.is_multi_process else (None, "vocab"))
-
-
-def sampling_bytes(
-    mesh: Mesh,
-    num_stages: int,
-    *,
-    num_tokens: int,
-    num_rows: int,
-    num_logits: int,
-    max_logprobs: int,
-    samples_late: bool,
-    max_model_len: int,
-    speculation: Speculation | None = None,
-    kept_bytes: int = 0,
-) -> int:
-    """The bytes for sampling on each device: the state of the slots, and the outputs of the steps
-    in flight and of the next one. `kept_bytes` are those that a head keeps of a
-    slot, and of a draft that the second program verifies."""
-    of_device = num_logits // num_pieces(mesh, ("vocab",))
-    tables = jax.tree.leaves(SlotState.abstract(num_rows, of_device, max_model_len))
-    in_slots = sum(table.size * table.dtype.itemsize for table in tables)
-    # An id and a value for each logprob, a rank and a normaliser for each position.
-    of_position = 8 * (1 + min(max_logprobs, MAX_STEP_LOGPROBS)) + 8
-    of_step = (num_tokens + num_rows) * of_position
-    if speculation is not None:
-        of_step += num_rows * speculation.num_drafts * of_position
-        # The tokens of every request, or the one before its newest, and its drafts.
-        kept = max_model_len if speculation.proposes else 1
-        in_slots += num_rows * (4 * (kept + speculation.num_drafts) + kept_bytes)
-    host_reads = max_logprobs > MAX_STEP_LOGPROBS
-    if host_reads or samples_late:
-        logits = logits_sharding(mesh, host_reads=host_reads)
-        places = num_rows
-        if samples_late and speculation is not None and speculation.verifies_late:
-            behind_drafts = min(num_rows, speculation.max_rows) * speculation.num_drafts
-            places += behind_drafts
-            in_slots += behind_drafts * kept_bytes
-        of_step += 4 * math.prod(logits.shard_shape((places, num_logits)))
-    return in_slots + (1 + num_stages) * of_step
 
 
 def cache_shape(

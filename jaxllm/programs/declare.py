@@ -259,13 +259,12 @@ def declare_stage_programs(
             donate=(0,),
             out_shardings=kept,
         )
-        kept_of_drafts = _kept_of_drafts(plan, stage, programs)
         for key, late in make_packer(plan).late_layouts.items():
             programs[key] = program(
                 str(key).replace(" ", "_"),
                 make_sample_late(plan, late),
                 Tables.of(plan, state, key),
-                *_left_by_steps(plan, stage, key, kept_of_drafts if key.num_drafts else ()),
+                *_left_by_steps(plan, stage, key, stage.between.kept if key.num_drafts else ()),
                 place(late.abstract(), everywhere),
                 donate=(0,),
                 out_shardings=(Tables.of(plan, kept, key), everywhere),
@@ -318,18 +317,6 @@ def _left_by_steps(
     logits = jax.ShapeDtypeStruct((key.num_places, plan.num_logits), np.float32)
     left = place(Left(tokens, logprobs, drafted), sharding(stage.mesh))
     return left, Unsampled(place(logits, plan.logits_sharding(stage)), kept_of_drafts)
-
-
-def _kept_of_drafts(
-    plan: EnginePlan, stage: StagePlan, programs: Mapping[Hashable, Program]
-) -> Kept:
-    """What steps leave of the drafts for layers with states: the same from each step whose rows may
-    have some."""
-    if not plan.verifies_states_late:
-        return ()
-    step = programs[next(bucket for bucket in plan.buckets if not bucket.decode_only)]
-    _, outputs = jax.eval_shape(step.function, *step.arguments)
-    return place(outputs.kept, sharding(stage.mesh, _KEPT_AXES))
 
 
 def _outputs_shardings(plan: EnginePlan, stage: StagePlan) -> StepOutputs | StageOutputs:

@@ -1,13 +1,21 @@
-"""What all programs of a stage need beside their arguments, known before all are compiled."""
+"""What all programs of a stage need beside what is always there, known before all are compiled."""
 
 from collections.abc import Hashable, Mapping
 
+import jax
+
+from jaxllm.parallel.sharding import device_bytes
+from jaxllm.plan.buckets import Bucket
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.programs.compile import Program
-from jaxllm.programs.declare import EncodeKey, LateKey
+from jaxllm.programs.declare import WRITE_EMBEDS, WRITE_SLOT, BlocksKey, EncodeKey, LateKey
+from jaxllm.programs.drafting import ADMIT_DRAFTS, DRAFT_AHEAD
 
 
-def needed_bytes(programs: Mapping[Hashable, Program], *, temp_bytes: int, code_bytes: int) -> int:
-    """The most temporaries at a time, and the code of all programs.
+def needed_bytes(
+    plan: EnginePlan, programs: Mapping[Hashable, Program], *, temp_bytes: int, code_bytes: int
+) -> int:
+    """The most temporaries at a time, the code of all programs, and what the host uploads for them.
 
     `temp_bytes` and `code_bytes` are those of the largest step. Other programs count as long as it,
     but not those that sample late rows, which have no layers, and those of a tower. All of a kind
@@ -24,4 +32,33 @@ def needed_bytes(programs: Mapping[Hashable, Program], *, temp_bytes: int, code_
         if memory is not None:
             temp_bytes = max(temp_bytes, memory.temp_size_in_bytes)
             more_code += memory.generated_code_size_in_bytes * len(its)
-    return temp_bytes + code_bytes * num_others + more_code
+    return temp_bytes + code_bytes * num_others + more_code + uploaded_bytes(plan, programs)
+
+
+def uploaded_bytes(plan: EnginePlan, programs: Mapping[Hashable, Program]) -> int:
+    """The most bytes that uploads of the host take on a device: of the steps in flight and of the
+    next one, and, for the next one, of all that programs write before it."""
+    largest: dict[Hashable, int] = {}
+    for key, program in programs.items():
+        kind = type(key) if isinstance(key, Bucket | LateKey | EncodeKey) else key
+        size = sum(map(device_bytes, jax.tree.leaves(_uploaded(key, program))))
+        largest[kind] = max(largest.get(kind, 0), size)
+    # A step may admit a request to each slot, and write as many embeddings as it computes. Adapters
+    # wait for each other.
+    writes = {WRITE_SLOT: plan.max_num_seqs, ADMIT_DRAFTS: plan.max_num_seqs}
+    if (embeds := plan.embeds) is not None:
+        writes[WRITE_EMBEDS] = embeds.num_rows // embeds.rows_per_write
+    of_steps = {kind: 1 + len(plan.stages) for kind in (Bucket, LateKey, DRAFT_AHEAD)}
+    counts: dict[Hashable, int] = {**writes, **of_steps}
+    return sum(size * counts.get(kind, 1) for kind, size in largest.items())
+
+
+def _uploaded(key: Hashable, program: Program) -> object:
+    """The arguments of a program that the host has made."""
+    if isinstance(key, Bucket):
+        return program.arguments[2]
+    if isinstance(key, LateKey):
+        return program.arguments[-1]
+    if isinstance(key, BlocksKey) or not program.donate:
+        return ()  # blocks stay in the host's memory
+    return program.arguments[program.donate[0] + 1 :]

@@ -12,10 +12,10 @@ from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.models.describe import describe_layers
-from jaxllm.parallel.sharding import TENSOR, device_bytes
+from jaxllm.parallel.sharding import TENSOR
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
-from jaxllm.plan.stages import StagePlan, activation_bytes, expert_weights
+from jaxllm.plan.stages import StagePlan, expert_weights
 from jaxllm.programs.compile import Program
 from jaxllm.programs.declare import (
     declare_stage_programs,
@@ -28,7 +28,6 @@ from jaxllm.programs.needs import needed_bytes
 from jaxllm.programs.offload import OffloadReport, report_offload
 from jaxllm.programs.progress import CompileProgress
 from jaxllm.programs.roofline import Bound, ExpertLayers, Roofline, Window
-from jaxllm.runner.state import DeviceState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,8 @@ class StageReport:
     num_devices: int
     weights_bytes: int
     kv_cache_bytes: int
-    # Of the sampler, the block tables, hidden states in and out, states of recurrent layers, and
-    # the slots of adapters.
+    # Of the tables and what steps leave (`plan.between_steps`), states of recurrent layers with
+    # their snapshots, and the slots of adapters.
     state_bytes: int
     # Of all programs, as seen from the largest (`programs.needs`).
     program_bytes: int
@@ -254,24 +253,15 @@ def _report_stage(
     programs: list[ProgramReport],
     declared: Mapping[Hashable, Program],
 ) -> StageReport:
-    state = DeviceState.abstract(plan, stage)
-    beside_caches = sum(map(device_bytes, jax.tree.leaves(state))) - stage.kv_cache_bytes
     adapters = 0 if plan.adapters is None else plan.adapters.bytes_by_stage[stage.index]
     return StageReport(
         num_layers=len(stage.part.layers),
         num_devices=stage.mesh.size,
         weights_bytes=stage.weights_bytes,
         kv_cache_bytes=stage.kv_cache_bytes,
-        state_bytes=beside_caches
-        + adapters
-        + activation_bytes(
-            stage,
-            len(plan.stages),
-            num_tokens=plan.max_num_batched_tokens,
-            hidden_size=plan.architecture.hidden_size,
-            itemsize=plan.dtype.itemsize,
-        ),
+        state_bytes=stage.between.num_bytes + stage.states_bytes + stage.snapshots_bytes + adapters,
         program_bytes=needed_bytes(
+            plan,
             declared,
             temp_bytes=max(p.temp_bytes for p in programs),
             code_bytes=max(p.code_bytes for p in programs),

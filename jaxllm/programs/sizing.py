@@ -81,6 +81,7 @@ def _program_bytes(plan: EnginePlan, stage: StagePlan) -> int:
     if memory is None:
         return 0
     needed = needed_bytes(
+        plan,
         programs,
         temp_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,

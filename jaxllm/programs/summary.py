@@ -101,6 +101,7 @@ def summary(plan: EnginePlan) -> str:
         f"{describe_groups(plan.cache_groups, plan.block_size)}, room for "
         f"{describe_room(plan.room_for, shown_lengths(plan.max_model_len))} "
         f"(max_num_seqs={plan.max_num_seqs})\n"
+        f"beside these {format_bytes(plan.between_bytes)} for sampling and what steps leave\n"
         f"{products}"
         f"{_int4(plan)}"
         f"{_states(plan)}"

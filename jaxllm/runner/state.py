@@ -1,6 +1,5 @@
 """The state on the device. It is donated to each step and replaced by the step's result."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +11,11 @@ from jaxllm.layers.context import Cache
 from jaxllm.layers.state import States
 from jaxllm.models.specs import Caches
 from jaxllm.parallel.sharding import place, sharding
+from jaxllm.plan.between_steps import place_slots
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.speculation.drafters import make_drafter
-
-
-def abstract_slots(plan: EnginePlan, mesh: Mesh) -> SlotState:
-    """Shapes and shardings of the sampler's tables."""
-    tables = SlotState.abstract(plan.max_num_seqs, plan.num_logits, plan.max_model_len)
-    return dataclasses.replace(
-        tables,
-        **{
-            field.name: place(
-                getattr(tables, field.name), sharding(mesh, SlotState.AXES.get(field.name, ()))
-            )
-            for field in dataclasses.fields(SlotState)
-        },
-    )
 
 
 def abstract_drafts(plan: EnginePlan, mesh: Mesh) -> tuple[Any, Any]:
@@ -119,7 +105,9 @@ class DeviceState:
             "tokens": abstract_tokens(plan, stage) if samples else None,
             "lengths": place(lengths, sharding(stage.mesh)),
             "block_tables": place(tables, sharding(stage.mesh)),
-            "slots": abstract_slots(plan, stage.mesh) if samples and not plan.pooling else None,
+            "slots": place_slots(stage.mesh, slots, plan.num_logits, plan.max_model_len)
+            if samples and not plan.pooling
+            else None,
         }
         if plan.snapshots is not None:
             shapes["snapshots"] = stage.snapshot_shapes

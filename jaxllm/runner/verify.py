@@ -119,6 +119,7 @@ def verify_and_propose(
         )
     lengths = first + sampled.num_accepted
     kept = kept_of_drafts(state.caches) if plan.verifies_states_late else ()
+    assert _shapes(kept) == _shapes(plan.stages[0].between.kept), kept
     state = dataclasses.replace(
         state,
         tokens=sampled.table,
@@ -139,6 +140,10 @@ def verify_and_propose(
         drafted=DraftedOutputs(figures=sampled.figures(proposed), logprobs=sampled.more_logprobs),
         kept=kept,
     )
+
+
+def _shapes(arrays: Any) -> list[tuple[Any, Any]]:
+    return [(array.shape, array.dtype) for array in jax.tree.leaves(arrays)]
 
 
 def find_places(plan: EnginePlan, num_drafts: jax.Array, first: jax.Array) -> Places:
