@@ -92,7 +92,7 @@ KINDS = {
         block_size=8,
         other_block_size=16,
         num_blocks=13,
-        crowded=(20, 9),
+        crowded=(8, 26),
         atol=1e-5,
         forces_tokens=False,
     ),
