@@ -36,12 +36,16 @@ class AdapterResolver:
         for directory in self._directories:
             path = Path(os.path.realpath(directory / name))
             is_inside = any(path.is_relative_to(one) for one in self._directories)
-            if is_inside and (path / _CONFIG).is_file():
-                return LoRARequest(name, _number_of(name), str(path))
+            if is_inside and has_adapter(path):
+                return LoRARequest(name, number_of(name), str(path))
         return None
 
 
-def _number_of(name: str) -> int:
+def has_adapter(path: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(os.path.join(path, _CONFIG))
+
+
+def number_of(name: str) -> int:
     """A number that all processes of a server give the name, far above those of --lora-modules."""
     digest = hashlib.sha256(name.encode()).digest()
     return (1 << 62) + (int.from_bytes(digest[:8], "little") >> 2)

@@ -18,6 +18,7 @@ from jaxllm.messages import EngineInfo
 from jaxllm.openai.adapter_resolver import AdapterResolver
 from jaxllm.openai.errors import NotFoundError
 from jaxllm.openai.served_adapters import ServedAdapters, read_lora_modules
+from jaxllm.openai.users_resolver import UsersResolver
 from jaxllm.parsers.answer_format import AnswerFormat
 from jaxllm.pooler_config import Pooling
 from jaxllm.sampling_params import SamplingParams
@@ -48,26 +49,27 @@ class ServedModel:
         names: tuple[str, ...] = (),
         lora_modules: tuple[str, ...] = (),
         lora_resolver_dirs: tuple[str, ...] = (),
+        lora_resolver: str | None = None,
         **options: Any,
     ) -> "ServedModel":
-        """The model of an engine, with the adapters that --lora-modules names, and those in
-        directories of --lora-resolver-dirs."""
+        """The model of an engine, with the adapters that --lora-modules names, those in
+        directories of --lora-resolver-dirs, and those that --lora-resolver finds."""
         info = engine.info
         names = names or (info.model,)
         adapters = read_lora_modules(lora_modules)
-        if lora_resolver_dirs and info.adapters is None:
-            raise refused(
-                "lora_resolver_dirs",
-                lora_resolver_dirs,
-                "the engine has no adapters; start it with enable_lora=True",
-            )
+        finds = {"lora_resolver_dirs": lora_resolver_dirs, "lora_resolver": lora_resolver}
+        for option, value in finds.items():
+            if value and info.adapters is None:
+                why = "the engine has no adapters; start it with enable_lora=True"
+                raise refused(option, value, why)
         for adapter in adapters:
             if adapter.lora_name in names:
                 raise refused("lora_modules", adapter.lora_name, "it is a name of the model")
             engine.adapters.check(adapter)
+        users = None if lora_resolver is None else UsersResolver.load(lora_resolver, names[0])
         return cls(
             names=names,
-            adapters=ServedAdapters(adapters, AdapterResolver(lora_resolver_dirs)),
+            adapters=ServedAdapters(adapters, AdapterResolver(lora_resolver_dirs), users),
             tokenizer=engine.tokenizer,
             default_params=info.default_sampling_params,
             fingerprint=_fingerprint(info),

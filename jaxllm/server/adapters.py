@@ -53,10 +53,11 @@ async def load(service: Service, request: Request) -> Response:
 async def unload(service: Service, request: Request) -> Response:
     _check_is_alone(service)
     body = await _read(request, UnloadAdapter)
-    adapters, name = service.served.adapters, body.lora_name
-    if adapters.get(name) is None:
+    name = body.lora_name
+    adapter = service.served.adapters.remove(name)
+    if adapter is None:
         raise NotFoundError(f"lora_name={name!r:.80}: no adapter has this name")
-    await service.engine.remove_lora(adapters.remove(name).lora_int_id)
+    await service.engine.remove_lora(adapter.lora_int_id)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 

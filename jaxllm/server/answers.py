@@ -104,10 +104,8 @@ class AnswerEndpoint:
 
     async def _answer(self, body: bytes, arrival: _Arrival, events: EventStream) -> Response | None:
         """Return the whole answer, or None if it was streamed."""
-        read = partial(self._read, body, arrival)
         size = len(body)
-        is_small = size <= _SMALL_BODY
-        job = read() if is_small else await self._engine.in_tokenizer_thread(read, size)
+        job = await self._service.with_adapter(partial(self._job, body, arrival))
         try:
             return await self._answer_to(job, size, events)
         except ValidationError as error:
@@ -176,6 +174,12 @@ class AnswerEndpoint:
         prompts = await self._engine.images.loaded(prompts)
         process = partial(self._process, job, prompts)
         return await self._engine.in_tokenizer_thread(process, size, has_form=has_form)
+
+    async def _job(self, body: bytes, arrival: _Arrival) -> _Job:
+        read = partial(self._read, body, arrival)
+        if len(body) <= _SMALL_BODY:
+            return read()
+        return await self._engine.in_tokenizer_thread(read, len(body))
 
     def _read(self, body: bytes, arrival: _Arrival) -> _Job:
         options, served = self._service.options, self._service.served

@@ -29,7 +29,8 @@ class JSONEndpoint:
                 body = await read_body(scope, receive, service.body_limits, admit)
                 decode = partial(decode_json, body, service.options.max_json_depth)
                 value = await service.engine.in_tokenizer_thread(decode, len(body))
-                response = json_response(await self._answer(value, len(body)))
+                answer = partial(self._answer, value, len(body))
+                response = json_response(await service.with_adapter(answer))
         except Disconnected:
             return
         except Exception as error:

@@ -38,6 +38,12 @@ class ServerOptions(ParserOptions):
         "Directories in which an unknown name of a model is looked up: a folder of this name is "
         "an adapter. Whoever may send requests may use all adapters there. Needs --enable-lora.",
     )
+    lora_resolver: str | None = option(
+        None,
+        "Your 'module:Class', a jaxllm.lora.resolver.LoRAResolver: it is asked for an adapter that "
+        "a request names and nobody has loaded, and runs the code of that module. Needs "
+        "--enable-lora.",
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Keys, one of which every request must bring (but to /health, /ping, /ready and the page).",

@@ -59,7 +59,8 @@ class PoolingEndpoint:
 
     async def _answer(self, body: bytes, arrival: _Arrival) -> Response:
         service, size = self._service, len(body)
-        request = await self._engine.in_tokenizer_thread(partial(self._read, body), size)
+        read = partial(self._engine.in_tokenizer_thread, partial(self._read, body), size)
+        request = await service.with_adapter(read)
         names = tuple(filter(None, (arrival.name, request.request_id)))
         try:
             with service.admission.answers(request.num_prompts):

@@ -106,6 +106,7 @@ def make_service(
         options.served_model_name,
         options.lora_modules,
         options.lora_resolver_dirs,
+        options.lora_resolver,
         chat_template=chat_template,
         trust_request_chat_template=options.trust_request_chat_template,
         answer_format=options.answer_format,

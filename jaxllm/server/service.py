@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from jaxllm.frontend.async_llm_engine import AsyncLLMEngine
 from jaxllm.openai.batches.store import BatchLimits, BatchStore
 from jaxllm.openai.chat import ChatRequest
-from jaxllm.openai.errors import UnavailableError
+from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.openai.responses.store import ResponseStore
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.body import BodyLimits
@@ -88,6 +88,19 @@ class Service:
         if self.is_stopping:
             raise UnavailableError("the server is stopping")
 
+    async def with_adapter(self, answer: Callable[[], Awaitable[Result]]) -> Result:
+        """Answer; if the request names an adapter that is not known, ask the user's resolver for
+        it, and answer then."""
+        try:
+            return await answer()
+        except NotFoundError as error:
+            if error.parameter != "model":
+                raise
+            name, timeout = str(error.value), self.options.request_timeout
+            if not await self.served.adapters.ask(name, timeout):
+                raise
+        return await answer()
+
     async def in_text_thread(
         self, request: object, work: Callable[[], Result], body_size: int
     ) -> Result:
@@ -106,7 +119,8 @@ class Service:
     async def close(self, *tasks: asyncio.Task[None]) -> None:
         """End what goes on in the background, with these tasks."""
         self.templates.close()
-        for task in (tasks := (*tasks, *self.background)):
+        tasks = (*tasks, *self.background, *self.served.adapters.under_way)
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -32,8 +32,12 @@ async def list_models(service: Service, request: Request) -> Response:
 
 async def show_model(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
-    service.served.check_name(name)
-    return json_response(_model(service, name))
+
+    async def show() -> Response:
+        service.served.check_name(name)
+        return json_response(_model(service, name))
+
+    return await service.with_adapter(show)
 
 
 async def expose_metrics(service: Service, request: Request) -> Response:

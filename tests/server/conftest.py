@@ -83,6 +83,7 @@ class Host:
             options.served_model_name,
             options.lora_modules,
             options.lora_resolver_dirs,
+            options.lora_resolver,
             trust_request_chat_template=options.trust_request_chat_template,
             answer_format=options.answer_format,
         )

@@ -1,18 +1,48 @@
 """Adapters behind a server: requests name them as their model, and operators change which there
 are."""
 
+import asyncio
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from jaxllm import LLM, LoRARequest, SamplingParams, ValidationError
-from jaxllm.openai.adapter_resolver import AdapterResolver
+from jaxllm.lora.resolver import LoRAResolver
+from jaxllm.openai.adapter_resolver import AdapterResolver, number_of
+from jaxllm.openai.errors import UnavailableError
 from jaxllm.openai.served_adapters import read_lora_modules
+from jaxllm.openai.users_resolver import UsersResolver
 from jaxllm.testing import make_tiny_adapter
 
 ADMIN = {"Authorization": "Bearer of-admin"}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 BODY = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+
+
+class Library(LoRAResolver):
+    """A user's resolver: adapters come from a place far away."""
+
+    def __init__(self):
+        self.has = {}  # paths, and what else it says of a name
+        self.asked = []
+        self.answers = None  # an event to wait for before it answers
+
+    async def resolve_lora(self, base_model_name, lora_name):
+        self.asked.append((base_model_name, lora_name))
+        if self.answers is not None:
+            await self.answers.wait()
+        else:
+            await asyncio.sleep(0)
+        path = self.has.get(lora_name)
+        if isinstance(path, Exception):
+            raise path
+        # The number of every adapter is the same: servers choose their own.
+        return path if path is None or path == 7 else LoRARequest(lora_name, 1, path)
+
+
+LIBRARY = Library()
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +170,87 @@ def test_a_name_that_is_unknown_is_looked_up_in_a_directory(server, files, expec
     assert unload(server, "verses").status_code == 404  # nobody has loaded it
     shutil.rmtree(files / "found" / "verses")
     assert complete(server, "verses").status_code == 404
+
+
+@pytest.mark.slow
+def test_a_name_that_is_unknown_is_looked_up_by_the_resolver_of_a_user(
+    host_with_adapters, files, expected, monkeypatch
+):
+    monkeypatch.setattr(LIBRARY, "asked", asked := [])
+    monkeypatch.setattr(LIBRARY, "has", has := {})
+    has |= {"far": files / "far", "verse": files / "poems", "bad": RuntimeError("of the user")}
+    has |= {"gone": files / "none", "odd": 7, "long" * 200: files / "sql"}
+    shutil.copytree(files / "sql", files / "far")
+    with host_with_adapters.serve(
+        admin_keys=("of-admin",), lora_resolver="tests.server.test_adapters:LIBRARY"
+    ) as server:
+        with ThreadPoolExecutor(4) as threads:
+            names = ("far", "verse", "far", "far")
+            answers = [one.json() for one in threads.map(partial(complete, server), names)]
+        for answer, name, same in zip(answers, names, ("sql", "poems", "sql", "sql"), strict=True):
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[same])
+        assert sorted(asked) == [("tiny", "far"), ("tiny", "verse")]
+
+        # Every endpoint that has a model in its body, or in its path, knows it.
+        asked.clear()
+        assert unload(server, "far").status_code == 200
+        assert server.get("/v1/models/far").json()["parent"] == "tiny"
+        assert unload(server, "far").status_code == 200
+        tokens = server.post("/tokenize", json={"model": "far", "prompt": "Once"})
+        assert tokens.status_code == 200
+        assert asked == [("tiny", "far")] * 2
+        assert "far" not in models(server)
+
+        # Files that are gone are asked for again; what it does not know is not served.
+        asked.clear()
+        shutil.rmtree(files / "far")
+        has["far"] = files / "poems"
+        assert complete(server, "far").json()["choices"][0]["text"] == expected["poems"]
+        assert complete(server, "none").status_code == 404
+        assert complete(server, "none").status_code == 404
+        assert asked == [("tiny", "far"), ("tiny", "none"), ("tiny", "none")]
+        assert complete(server, "long" * 200).status_code == 404
+        for name in ("bad", "gone", "odd"):
+            failed = complete(server, name)
+            assert failed.status_code == 503, name
+            assert "could not be looked up" in failed.json()["error"]["message"]
+        assert complete(server, "tiny").json()["choices"][0]["text"] == expected[None]
+
+
+def test_requests_wait_together_and_each_as_long_as_it_may(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+
+    async def check():
+        library = Library()
+        library.has, library.answers = {"far": tmp_path}, asyncio.Event()
+        resolver = UsersResolver(library, "tiny")
+        with pytest.raises(UnavailableError, match="model='far': it is still being looked up"):
+            await resolver.ask("far", 0.01)
+        gone, *others = [asyncio.create_task(resolver.ask(one)) for one in ("far", "far", "none")]
+        await asyncio.sleep(0.01)
+        gone.cancel()  # its client has gone
+        library.answers.set()
+        assert await asyncio.gather(*others) == [True, False]
+        assert library.asked == [("tiny", "far"), ("tiny", "none")]
+        found = resolver.found("far")
+        assert found is not None and found.lora_path == str(tmp_path)
+        # Processes give an adapter the same number, which is not that of another one.
+        assert found.lora_int_id == number_of("far") != number_of("none")
+        assert resolver.under_way == ()
+
+    asyncio.run(check())
+
+
+def test_the_resolver_of_a_user_is_made_at_the_start():
+    assert UsersResolver.load("tests.server.test_adapters:Library", "tiny").found("any") is None
+    for spec, why in {
+        "plain": "write it as 'module:Class'",
+        "no.such:Thing": "it cannot be made .ModuleNotFoundError",
+        "tests.server.test_adapters:BODY": "an async resolve_lora",
+        "jaxllm.lora.resolver:LoRAResolver": "it cannot be made .TypeError",
+    }.items():
+        with pytest.raises(ValidationError, match=f"lora_resolver='{spec}'.*{why}"):
+            UsersResolver.load(spec, "tiny")
 
 
 def test_names_do_not_lead_out_of_the_directories_of_a_resolver(tmp_path):

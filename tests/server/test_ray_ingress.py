@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm import ValidationError
+from jaxllm.openai.errors import NotFoundError, UnavailableError
 from jaxllm.server.auth import read_keys
 from jaxllm.server.ray.models import read_models
 from tests.server.test_ray import client_of
@@ -152,6 +153,37 @@ def test_an_adapter_belongs_to_the_one_model_that_finds_it(monkeypatch, tmp_path
     entries[1]["lora_resolver_dirs"] = [str(tmp_path / "link")]
     with pytest.raises(ValidationError, match="would both look up a name there"):
         read_models({"models": entries})
+
+
+def test_an_adapter_of_a_users_resolver_belongs_to_the_model_of_the_resolver(monkeypatch):
+    class Finds:
+        """The adapters of a model, of which the user's resolver finds one."""
+
+        def __init__(self, name):
+            self.name, self.known = name, set()
+
+        def find(self, name):
+            return name if name in self.known else None
+
+        async def ask(self, name, timeout):
+            self.known |= {name} & {self.name}
+            return name in self.known
+
+    async def check():
+        one = {"enable_lora": True, "lora_resolver": "module:Class"}
+        hosted, models = models_of(monkeypatch, {"model": "a"} | one, {"model": "b"} | one)
+        with pytest.raises(UnavailableError, match="'a' cannot be served yet"):
+            await models.found("of b")
+        for place in hosted:
+            place.service = SimpleNamespace(
+                served=SimpleNamespace(adapters=Finds(f"of {place.names[0]}")),
+                options=SimpleNamespace(request_timeout=None),
+            )
+        assert [await models.found(name) for name in ("of b", "of a")] == hosted[::-1]
+        with pytest.raises(NotFoundError, match="'of c' is not served here"):
+            await models.found("of c")
+
+    asyncio.run(check())
 
 
 def test_a_body_is_not_kept_while_its_request_is_answered(monkeypatch):

@@ -83,6 +83,7 @@ class HostedModel:
         self.service: Service | None = None
         # It finds adapters of a model that cannot be served yet, too.
         self.resolver = AdapterResolver(asked.asked.server.lora_resolver_dirs)
+        self._asks_user = asked.asked.server.lora_resolver is not None
         self._make, self._keys = make, keys
         self._routes: dict[tuple[str, tuple[str, ...]], Route] = {}
         self._log: asyncio.Task[None] | None = None
@@ -103,6 +104,20 @@ class HostedModel:
             if not service.options.disable_log_stats:
                 self._log = asyncio.create_task(log_stats_of(service, self.names[0]))
             self.service = service
+
+    def has_adapter(self, name: str) -> bool:
+        if self.resolver.resolve(name) is not None:
+            return True
+        return self.service is not None and self.service.served.adapters.find(name) is not None
+
+    async def finds_adapter(self, name: str) -> bool:
+        """Whether the user's resolver of this model, if it has one, finds an adapter."""
+        if not self._asks_user:
+            return False
+        if self.service is None:
+            raise UnavailableError(f"{self.names[0]!r} cannot be served yet; try again later")
+        timeout = self.service.options.request_timeout
+        return await self.service.served.adapters.ask(name, timeout)
 
     def has(self, endpoint: Endpoint) -> bool:
         return (endpoint.path, endpoint.methods) in self._routes
@@ -172,6 +187,17 @@ class Models:
         """The widest; the endpoint of a model has its own."""
         return max(one.body_limits for one in self._services())
 
+    async def found(self, name: str | None) -> HostedModel:
+        """The model that a request means, also by an adapter that the user's resolver of one model
+        finds; raise NotFoundError."""
+        try:
+            return self.named(name)
+        except NotFoundError:
+            assert name is not None
+            if not any(await asyncio.gather(*(one.finds_adapter(name) for one in self._models))):
+                raise
+        return self.named(name)
+
     def named(self, name: str | None) -> HostedModel:
         """The model that a request means; raise NotFoundError."""
         names = ", ".join(map(repr, self._by_name))
@@ -197,7 +223,7 @@ class Models:
         return next((one for one in ready if one.has(endpoint)), ready[0])
 
     def _resolved(self, name: str) -> HostedModel | None:
-        found = [one for one in self._models if one.resolver.resolve(name) is not None]
+        found = [one for one in self._models if one.has_adapter(name)]
         if len(found) > 1:
             raise ValidationError(
                 f"model={name!r:.80} is an adapter of several models ("
@@ -261,7 +287,7 @@ class Models:
         return json_response(ModelList(data=cards))
 
     async def _show(self, request: Request) -> Response:
-        service = self.named(request.path_params["name"]).service
+        service = (await self.found(request.path_params["name"])).service
         if service is None:
             raise UnavailableError("this model cannot be served yet; try again later")
         return await status.show_model(service, request)
@@ -316,7 +342,7 @@ class _ByModel:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # It refuses this body in the words of the protocol.
             return self._models.first(self._endpoint)
-        return self._models.named(named.model)
+        return await self._models.found(named.model)
 
 
 class _OfAny:

@@ -15,7 +15,7 @@ from jaxllm.server.ray.options import Asked, FleetOptions, read, read_fleet, rea
 
 # Options of the server that each model has for itself. All others are of all models.
 _OF_A_MODEL = {f.name for f in dataclasses.fields(ParserOptions)} | {
-    "served_model_name", "lora_modules", "lora_resolver_dirs", "chat_template",
+    "served_model_name", "lora_modules", "lora_resolver_dirs", "lora_resolver", "chat_template",
     "trust_request_chat_template", "chat_template_timeout", "max_queued_requests",
     "max_queued_tokens",
 }  # fmt: skip

@@ -123,7 +123,8 @@ class TpuExperts:
         of_expert = (weights.num_halves, size, hidden_size, dtype)
         if self.tuning is not None:
             return choose_blocks(*of_expert, self.tuning.block_bytes)
-        return choose_few(*chosen.shape, *of_expert, self._chip)
+        num_tokens, num_choices = chosen.shape
+        return choose_few(num_tokens, num_choices, *of_expert, self._chip)
 
     def _many_sizes(
         self, chosen: jax.Array, weights: ExpertWeights, dtype: DTypeLike
@@ -134,7 +135,8 @@ class TpuExperts:
             _, block_bytes, call_tokens, item_rows, tile_rows = self.tuning
             sizes = many_sizes(hidden_size, dtype, item_rows=item_rows, tile_rows=tile_rows)
             return call_tokens, sizes, choose_blocks(*of_expert, block_bytes)
-        return choose_many(*chosen.shape, num_experts, *of_expert, self._chip)
+        num_tokens, num_choices = chosen.shape
+        return choose_many(num_tokens, num_choices, num_experts, *of_expert, self._chip)
 
     def _interpreter(self) -> Any:
         if not self.interpret:
