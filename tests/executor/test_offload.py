@@ -51,15 +51,23 @@ def generate(prompts=prompts, params=params):
         "host_blocks_read",
     )
     return found, {name: getattr(its, name) - getattr(before, name) for name in names}
+
+def alone(prompt, its):
+    llm.reset_prefix_cache()
+    return answers(llm.generate([prompt], its, use_tqdm=False))[0]
+
+def say_and_leave(said):
+    # Files of the prompts, and of the last snapshot in each: one that a request has passed is of
+    # no use to it, and gets no file.
+    llm.reset_prefix_cache()
+    llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.shutdown()  # writes what has no file yet
+    print("said", json.dumps(said), flush=True)
 """
 
 SCRIPT = (
     START
     + """
-def alone(prompt, its):
-    llm.reset_prefix_cache()
-    return answers(llm.generate([prompt], its, use_tqdm=False))[0]
-
 def aborted():
     engine = llm.llm_engine
     for index, (prompt, its) in enumerate(zip(prompts, params)):
@@ -80,7 +88,14 @@ said["crowd"], said["again"] = generate(), generate()
 llm.reset_prefix_cache()
 said["forgotten"] = generate()
 said["aborted"] = aborted()
-print("said", json.dumps(said), flush=True)
+say_and_leave(said)
+"""
+)
+
+ALONE = (
+    START
+    + """
+say_and_leave([alone(*its) for its in zip(prompts, params)])
 """
 )
 
@@ -140,19 +155,23 @@ def test_neither_preemption_nor_a_restart_changes_a_bit(model, tensor, late, tmp
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("model", "devices", "tensor"),
-    [pytest.param(WHOLE, 2, 4, id="four shards"), pytest.param(CONVOLUTIONS, 1, 2, id="states")],
+    ("model", "devices", "tensor", "atol"),
+    [
+        pytest.param(CONVOLUTIONS, 1, 2, 0, id="states"),
+        # Sums over all four have other last bits in chunks behind what was found.
+        pytest.param(WHOLE, 2, 4, 1e-4, id="four shards"),
+    ],
 )
-def test_without_the_files_of_a_rank_there_are_none(model, devices, tensor, tmp_path):
+def test_without_the_files_of_a_rank_there_are_none(model, devices, tensor, atol, tmp_path):
     options = options_for(model, tmp_path, tensor)
     options |= {"kv_offloading_path": str(tmp_path / "blocks")}
-    expected, _ = restarted(options, devices)
+    expected = ranks_say(options, devices, ALONE)
     answers, stats = restarted(options, devices)
-    assert_equal(answers, expected, atol=0)
+    assert_equal(answers, expected, atol)
     assert all(its["external_cache_hits"] and its["host_blocks_read"] for its in stats), stats
     shutil.rmtree(tmp_path / "blocks" / "rank-1")
     answers, stats = restarted(options, devices)
-    assert_equal(answers, expected, atol=0)
+    assert_equal(answers, expected, atol)
     assert not any(its["external_cache_hits"] or its["host_blocks_read"] for its in stats), stats
 
 

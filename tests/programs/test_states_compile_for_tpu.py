@@ -120,6 +120,10 @@ def test_a_decode_step_moves_no_states_of_mamba2(tmp_path):
     assert plan.state_ops is not None and plan.state_ops.ssd.name == "tpu"
     shapes = {a.sharding.shard_shape(a.shape) for its in plan.stages[0].state_shapes for a in its}
     assert shapes == {(64, 4, 768), (64, 8, 64, 128)}
+    # Nor are experts copied, which have no gates.
+    assert plan.experts is not None and plan.experts.name == "tpu"
+    weights, _, _ = decodes.arguments
+    assert not whole_array_copies(decodes.compiled.as_text(), weights)
     assert not MOVES & (decodes.opcodes("u16[64,4,768]") | decodes.opcodes("f32[64,8,64,128]"))
     in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
     assert decodes.compiled.memory_analysis().alias_size_in_bytes >= in_place
