@@ -1,6 +1,7 @@
-"""The emulators of TPUs and GPUs call Python for every access to memory. Most of the time of such a
-call went to what is around it, which is done here for less and with the same results."""
+"""The emulator of TPUs calls Python for every access to memory. Most of the time of such a call
+went to what is around it, which is done here for less and with the same results."""
 
+import importlib.metadata
 import logging
 from operator import ge, le
 
@@ -9,7 +10,9 @@ import numpy as np
 
 def call_python_quickly() -> None:
     """From now on programs that call Python give it arrays of numpy, as they have them. JAX would
-    make arrays of its own of them, which the emulators take apart again at once."""
+    make arrays of its own of them, which the emulator takes apart again at once."""
+    if not importlib.metadata.version("jax").startswith("0.10."):
+        return  # the emulator of GPUs, which comes with 0.11, takes nothing but arrays of JAX
     from jax._src import callback as callbacks
     from jax._src.pallas.mosaic.interpret import vector_clock
 
@@ -23,8 +26,7 @@ def call_python_quickly() -> None:
 
     # JAX has no public names for these.
     callbacks.io_callback_impl = io_callback_impl
-    if hasattr(vector_clock, "ordered"):
-        vector_clock.ordered = ordered
+    vector_clock.ordered = ordered
 
 
 def ordered(one: np.ndarray, other: np.ndarray) -> bool:
