@@ -61,6 +61,7 @@ def say_and_leave(said):
     # no use to it, and gets no file.
     llm.reset_prefix_cache()
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.shutdown()  # writes what has no file yet
     print("said", json.dumps(said), flush=True)
 """
 

@@ -44,7 +44,9 @@ def answered(engines, sharded_model, tmp_path_factory):
     drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     other_ways = SHARDS[2] | PLAIN_FEW_BLOCKS | {"speculative_config": drafts}
     variants = {"one": ONE, "eight": SHARDS[8], HEAD_DRAFTS: other_ways}
-    return dict(zip(variants, engines(sharded_model, *variants.values()), strict=True))
+    return dict(
+        zip(variants, engines(sharded_model, *variants.values(), favours=True), strict=True)
+    )
 
 
 @pytest.mark.slow
