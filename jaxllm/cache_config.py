@@ -75,16 +75,18 @@ class CacheConfig:
     )
     kv_offloading_path: str | None = option(
         None,
-        "Private directory in which these blocks also outlive the process: they are users' text.",
+        "Private directory in which these blocks also outlive the process: they are users' text. "
+        "Over several hosts each rank has the files of its part there.",
     )
     kv_offloading_path_size: float = option(
-        16.0, "GiB that the files there may take; the least recently used ones give way."
+        16.0,
+        "GiB that the files of each rank may take there; the least recently used ones give way.",
     )
     kv_offloading_backend: Literal["native"] = option(
         "native", "Who keeps the blocks on the host; vLLM's name for its own."
     )
 
-    def check_offloading(self, nnodes: int | str) -> None:
+    def check_offloading(self) -> None:
         """Refuse what is wrong for every model."""
         size = self.kv_offloading_size
         if size is None:
@@ -103,12 +105,6 @@ class CacheConfig:
                 "kv_offloading_size",
                 size,
                 "blocks are found by the hashes of prefixes; leave enable_prefix_caching on",
-            )
-        if nnodes != 1 and self.kv_offloading_path is not None:
-            raise refused(
-                "kv_offloading_path",
-                self.kv_offloading_path,
-                "an engine on several hosts keeps blocks in their memory only; leave it out",
             )
 
     def shares_prefixes(self, info: Keeping) -> bool:

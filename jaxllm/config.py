@@ -279,7 +279,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
-        self.cache.check_offloading(self.parallel.nnodes)
+        self.cache.check_offloading()
         size, replicas = self.cache.kv_offloading_size, self.parallel.data_parallel_size
         self.hand_over.check(
             size, replicas, self.parallel.nnodes, self.liveness.engine_iteration_timeout

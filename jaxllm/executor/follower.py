@@ -12,16 +12,19 @@ from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.layout import Layout, options_of
 from jaxllm.executor.link import Invitation, PeerLink
+from jaxllm.executor.mover_over_hosts import report_of
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.wire import (
     AdapterFetched,
-    Arrived,
     Build,
     Failed,
     FetchAdapter,
     Figures,
+    FilesChanged,
     Fits,
     ForgetAdapter,
+    ForgetBlock,
+    ForgetBlocks,
     Hello,
     Move,
     Ready,
@@ -48,7 +51,8 @@ def follow(config: EngineConfig, rank: int) -> NoReturn:
     link = PeerLink(invitation, rank, on_loss=_end_now)
     _leave_ends_to_rank_0()
     try:
-        reason = _Follower(config, link, rank).run()
+        follower = _Follower(config, link, rank)
+        reason = follower.run()
     except BaseException as error:
         logger.error("rank %d: %s", rank, error, exc_info=error)
         link.send(encode(Failed(rank, _text(error))))
@@ -56,7 +60,8 @@ def follow(config: EngineConfig, rank: int) -> NoReturn:
         _end_now("it cannot go on without this rank")
     if reason:
         _end_now(reason)
-    link.close()
+    link.close()  # its beats are of no use while files are written
+    follower.close()
     logger.info("rank 0 is done")
     sys.exit(0)
 
@@ -78,8 +83,6 @@ class _Follower:
         while True:
             message = decode_from_leader(self._link.receive())
             if isinstance(message, Stop):
-                for runner in self._runners.values():
-                    runner.stop_reading()
                 return message.reason
             if isinstance(message, Build):
                 self._build(layout, message.fits)
@@ -88,6 +91,11 @@ class _Follower:
                 self._readers[message.replica].read(self._late.pop(message.replica))
             elif isinstance(message, Move):
                 self._runners[message.replica].mover().send(message.moves)
+            elif isinstance(message, ForgetBlock):
+                self._runners[message.replica].mover().forget(message.group, message.content)
+            elif isinstance(message, ForgetBlocks):
+                # Does not wait: its files are read in that order, and nothing else knows of them.
+                self._runners[message.replica].mover().begin_to_forget_all()
             elif isinstance(message, FetchAdapter):
                 self._runners[message.replica].shelf().fetch(message.adapter)
             elif isinstance(message, ForgetAdapter):
@@ -99,8 +107,13 @@ class _Follower:
                 else:
                     self._late[message.replica] = pending
 
+    def close(self) -> None:
+        """Write the files of blocks that have none yet, or a while, and read no more adapters."""
+        for runner in self._runners.values():
+            runner.end_threads()
+
     def _build(self, layout: Layout, fits: dict[int, Fits]) -> None:
-        infos = {}
+        infos, files = {}, {}
         for replica in layout.replicas_of(self._rank):
             plan = layout.plan(replica, fits[replica])
             self._runners[replica] = ModelRunner(plan)
@@ -108,13 +121,14 @@ class _Follower:
             report = functools.partial(self._report, replica, is_first)
             self._readers[replica] = Reader(report)
             if plan.offload is not None:
-                tell = functools.partial(self._tell, replica, is_first)
-                self._runners[replica].mover().follow(tell)
+                mover = self._runners[replica].mover()
+                mover.follow(functools.partial(self._report_arrivals, replica))
+                files[replica] = mover.follow_files(functools.partial(self._report_files, replica))
             if plan.adapters is not None:
                 report_fetched = functools.partial(self._report_fetched, replica)
                 self._runners[replica].shelf().follow(report_fetched)
             infos[replica] = plan.info()
-        self._link.send(encode(Ready(self._rank, infos)))
+        self._link.send(encode(Ready(self._rank, infos, files)))
 
     def _report(self, replica: int, is_first: bool, reading: Reading) -> None:
         """Report a failed step to rank 0. Report a result only from the replica's first rank, and
@@ -133,11 +147,14 @@ class _Follower:
             )
             self._link.send(encode(StepDone(replica, result, figures)))
 
-    def _tell(self, replica: int, is_first: bool, arrivals: list[Arrival]) -> None:
-        """Tell rank 0 what has come to this host, if it goes by that. Otherwise this rank waits for
-        it by itself before it loads."""
-        if is_first:
-            self._link.send(encode(Arrived(replica, arrivals)))
+    def _report_arrivals(self, replica: int, arrivals: list[Arrival]) -> None:
+        if (report := report_of(self._rank, replica, arrivals)) is not None:
+            self._link.send(encode(report))
+
+    def _report_files(self, replica: int, changes: dict[tuple[int, bytes], bool]) -> None:
+        gained = [key for key, has_file in changes.items() if has_file]
+        lost = [key for key, has_file in changes.items() if not has_file]
+        self._link.send(encode(FilesChanged(self._rank, replica, gained, lost)))
 
     def _report_fetched(self, replica: int, fetched: Fetched) -> None:
         self._link.send(encode(AdapterFetched(self._rank, replica, fetched)))

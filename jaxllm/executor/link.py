@@ -170,13 +170,15 @@ class PeerLink:
             sockets.append(one)
         self._steps, self._reports, pulse = sockets
         self._sending = threading.Lock()
+        self._is_closed = False
         self._steps.send(b"")
         self._pulse = _Pulse(pulse, [_LEADER], on_loss)
 
     def send(self, message: bytes) -> None:
-        """Report to rank 0, from any thread."""
+        """Report to rank 0, from any thread. After the end nobody listens."""
         with self._sending:
-            self._reports.send(message)
+            if not self._is_closed:
+                self._reports.send(message)
 
     def receive(self) -> bytes:
         """Wait for the next message of rank 0."""
@@ -184,8 +186,10 @@ class PeerLink:
 
     def close(self) -> None:
         self._pulse.stop()
+        with self._sending:
+            self._is_closed = True
+            self._reports.close(linger=1000)
         self._steps.close(linger=0)
-        self._reports.close(linger=1000)
         end_context(self._context)
 
 

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import TypeVar
 
 import jax
@@ -24,6 +23,7 @@ from jaxllm.executor.base import PendingResult
 from jaxllm.executor.follower import EXIT_LOST, follow
 from jaxllm.executor.layout import Layout, check_alike, check_same, options_of
 from jaxllm.executor.link import LeaderLink
+from jaxllm.executor.mover_over_hosts import MoverOverHosts
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.shelf_over_hosts import ShelfOverHosts
 from jaxllm.executor.wire import (
@@ -33,9 +33,9 @@ from jaxllm.executor.wire import (
     Execute,
     Failed,
     Figures,
+    FilesChanged,
     FromLeader,
     Hello,
-    Move,
     Ready,
     Sample,
     StepDone,
@@ -51,7 +51,7 @@ from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
 from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Mover, Schedule, StepResult
+from jaxllm.scheduler.schedule import LateMasks, Mover, Schedule, StepResult
 
 logger = init_logger(__name__)
 
@@ -59,8 +59,6 @@ logger = init_logger(__name__)
 _LOOK_S = 0.2
 # How long rank 0 waits, after a failed step, for another rank's reason.
 _GRACE_S = 8.0
-# How long rank 0 waits for blocks when there is nothing else to do.
-_MOMENT_S = 0.05
 
 _Message = TypeVar("_Message", bound=ToLeader)
 
@@ -129,7 +127,8 @@ class _Inbox:
     def __init__(self, link: LeaderLink):
         self.link = link
         self._done: dict[int, deque[StepDone]] = {}  # by replica, the oldest first
-        self._arrived: dict[int, list[Arrival]] = {}  # by replica
+        self._arrived: dict[int, list[Arrived]] = {}  # by replica
+        self._files: dict[int, list[FilesChanged]] = {}  # by replica
         self._fetched: dict[int, list[AdapterFetched]] = {}  # by replica
 
     def await_message(self, kind: type[_Message]) -> _Message:
@@ -152,15 +151,25 @@ class _Inbox:
         if isinstance(message, AdapterFetched):
             self._fetched.setdefault(message.replica, []).append(message)
         if isinstance(message, Arrived):
-            self._arrived.setdefault(message.replica, []).extend(message.arrivals)
+            self._arrived.setdefault(message.replica, []).append(message)
+        if isinstance(message, FilesChanged):
+            self._files.setdefault(message.replica, []).append(message)
+        if isinstance(message, Ready):
+            for replica, its in message.files.items():
+                files = FilesChanged(message.rank, replica, gained=its, lost=[])
+                self._files.setdefault(replica, []).append(files)
         return message
 
-    def take_arrivals(self, replica: int, wait_s: float) -> list[Arrival]:
-        """What has come to the host of a replica's first rank; wait for that if nothing has."""
+    def take_arrived(self, replica: int, wait_s: float) -> list[Arrived]:
+        """Which moves have ended on the other ranks of a replica; wait for that if none have."""
         self.take_in()
         if wait_s and not self._arrived.get(replica):
             self.look(wait_s)
         return self._arrived.pop(replica, [])
+
+    def take_files(self, replica: int) -> list[FilesChanged]:
+        """Which files the other ranks of a replica have reported, in order."""
+        return self._files.pop(replica, [])
 
     def take_fetched(self, replica: int, wait_s: float) -> list[AdapterFetched]:
         """Which adapters the other ranks of a replica have read; wait for that if there is none."""
@@ -207,6 +216,7 @@ class MultiHostExecutor:
         self._figures = Figures()  # of a replica that rank 0 does not run
         # The newest step, if it is still to sample late rows.
         self._late: tuple[_Pending, PendingResult] | None = None
+        self._mover: MoverOverHosts | None = None
 
     @property
     def num_token_rows(self) -> int:
@@ -228,6 +238,9 @@ class MultiHostExecutor:
         return [] if self._runner is None else self._runner.device_memory()
 
     def execute(self, schedule: Schedule) -> PendingResult:
+        if schedule.moves is not None:
+            assert self._mover is not None, "the replica has no places on the host"
+            self._mover.expect(schedule.moves)
         # Send first, so that the other ranks pack while this rank packs.
         self._link.send(self._others, encode(Execute(self._replica, schedule)))
         pending = _Pending(self)
@@ -263,25 +276,17 @@ class MultiHostExecutor:
         return ShelfOverHosts(self.tell, self._inbox, self._replica, len(self._others), own)
 
     def mover(self) -> Mover:
-        return _MoverOverHosts(self)
+        if self._mover is None:
+            own = None if self._runner is None else self._runner.mover()
+            others, replica = self._others, self._replica
+            self._mover = MoverOverHosts(self.tell, self._inbox, replica, others, own)
+        return self._mover
 
     def tell(self, message: FromLeader) -> None:
         """Tell the other ranks something beside a step. If one is lost, that is noticed when a step
         is planned or taken."""
         with contextlib.suppress(EngineDeadError):
             self._link.send(self._others, encode(message))
-
-    def move(self, moves: BlockMoves) -> None:
-        """Make moves on all ranks of the replica."""
-        self.tell(Move(self._replica, moves))
-        if self._runner is not None:
-            self._runner.mover().send(moves)
-
-    def arrived(self, *, wait: bool) -> Iterable[Arrival]:
-        """What has come to the host of the replica's first rank."""
-        if self._runner is not None:
-            return self._runner.mover().arrived(wait=wait)
-        return self._inbox.take_arrivals(self._replica, _MOMENT_S if wait else 0.0)
 
     def check(self) -> None:
         self._inbox.take_in()
@@ -351,28 +356,3 @@ class _Pending:
 
     def result(self) -> StepResult:
         return self._executor.wait(self.reading)
-
-
-class _MoverOverHosts:
-    """The movers of a replica's ranks. Which content has which place is known on rank 0 alone, so
-    the others need not hear of what is forgotten: its places are filled again in order."""
-
-    num_given = 0
-
-    def __init__(self, executor: MultiHostExecutor):
-        self._executor = executor
-
-    def send(self, moves: BlockMoves) -> None:
-        self._executor.move(moves)
-
-    def arrived(self, *, wait: bool = False) -> Iterable[Arrival]:
-        return self._executor.arrived(wait=wait)
-
-    def is_stored(self, group: int, content: bytes) -> bool:
-        return False  # there are no files: see CacheConfig.check_offloading
-
-    def forget(self, group: int, content: bytes) -> None:
-        pass
-
-    def forget_all(self) -> None:
-        pass

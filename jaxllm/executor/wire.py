@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.lora.request import Adapter
 from jaxllm.lora.shelf import Fetched
 from jaxllm.messages import EngineInfo
-from jaxllm.scheduler.schedule import Arrival, BlockMoves, LateMasks, Schedule, StepResult
+from jaxllm.scheduler.schedule import BlockMoves, LateMasks, Schedule, StepResult
 
 # ---- from rank 0
 
@@ -54,6 +54,20 @@ class Move(msgspec.Struct, tag=True):
     moves: BlockMoves
 
 
+class ForgetBlock(msgspec.Struct, tag=True):
+    """Remove the file of a block."""
+
+    replica: int
+    group: int
+    content: bytes
+
+
+class ForgetBlocks(msgspec.Struct, tag=True):
+    """Remove all files of blocks."""
+
+    replica: int
+
+
 class FetchAdapter(msgspec.Struct, tag=True):
     """Read an adapter, from the path that it has on every host."""
 
@@ -90,6 +104,8 @@ class Ready(msgspec.Struct, tag=True):
 
     rank: int
     infos: dict[int, EngineInfo]  # by replica
+    # The blocks that have files on this rank, by replica: cache group, content.
+    files: dict[int, list[tuple[int, bytes]]]
 
 
 class Figures(msgspec.Struct):
@@ -109,10 +125,21 @@ class StepDone(msgspec.Struct, tag=True):
 
 
 class Arrived(msgspec.Struct, tag=True):
-    """What has come to the host of the first rank of a replica that has no device on rank 0."""
+    """Moves have ended on a rank: their blocks have come to its host, but for those that failed."""
 
+    rank: int
     replica: int
-    arrivals: list[Arrival]
+    number: int  # of the moves
+    failed: list[tuple[int, bytes]]  # cache group, content
+
+
+class FilesChanged(msgspec.Struct, tag=True):
+    """Blocks have got files on a rank, or lost them."""
+
+    rank: int
+    replica: int
+    gained: list[tuple[int, bytes]]  # cache group, content
+    lost: list[tuple[int, bytes]]
 
 
 class AdapterFetched(msgspec.Struct, tag=True):
@@ -130,8 +157,18 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-FromLeader = Build | Execute | Sample | Move | FetchAdapter | ForgetAdapter | Stop
-ToLeader = Hello | Ready | StepDone | Arrived | AdapterFetched | Failed
+FromLeader = (
+    Build
+    | Execute
+    | Sample
+    | Move
+    | ForgetBlock
+    | ForgetBlocks
+    | FetchAdapter
+    | ForgetAdapter
+    | Stop
+)
+ToLeader = Hello | Ready | StepDone | Arrived | FilesChanged | AdapterFetched | Failed
 
 
 def encode(message: FromLeader | ToLeader) -> bytes:

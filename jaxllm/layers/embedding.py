@@ -9,6 +9,8 @@ from jaxllm_kernels.common import round_up
 from jaxllm.layers.linear import Product
 
 _LANES = 128
+# How much longer padding may make a row.
+_MOST_PADDED = 1.125
 # The position of padding, beyond every table.
 NOWHERE = jnp.iinfo(jnp.int32).max
 
@@ -22,17 +24,25 @@ class Embedding(Product):
         hidden_size: int,
         *,
         bias: bool = False,
+        only_looks_up: bool = False,
         num_shards: int = 1,
         dtype: DTypeLike,
     ):
         """Make the table. A sharded table is padded: all shards have the same number of rows, a
-        multiple of a vector register's lanes."""
-        self.vocab_size = vocab_size
-        rows = vocab_size if num_shards == 1 else round_up(vocab_size, _LANES * num_shards)
+        multiple of a vector register's lanes. On TPUs XLA keeps a table of so many rows by columns
+        if the row is no multiple of the lanes, since that pads less, and copies all of it before it
+        looks rows up. So the rows of a table that only looks up are padded, too."""
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        rows, columns = vocab_size, hidden_size
+        if num_shards > 1:
+            rows = round_up(vocab_size, _LANES * num_shards)
+            if only_looks_up and (padded := round_up(columns, _LANES)) <= _MOST_PADDED * columns:
+                columns = padded
         self.weight = nnx.Param(
-            jnp.zeros((rows, hidden_size), dtype),
+            jnp.zeros((rows, columns), dtype),
             axes=("vocab", "hidden"),
             rows=vocab_size,
+            columns=hidden_size,
         )
         # Only a head has it.
         self.bias = (
@@ -46,7 +56,8 @@ class Embedding(Product):
         zeros, which matmuls may skip.
         """
         with jax.named_scope("embedding"):
-            return self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
+            rows = self.weight[...].at[token_ids].get(mode="fill", fill_value=0)
+            return rows[:, : self.hidden_size]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute float32 logits [n, rows] from [n, D]; padding columns are -inf."""

@@ -44,9 +44,13 @@ class MoESpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """How many weights all experts have together."""
-        matrices = 3 if self.activation.is_gated else 2
-        size = self.intermediate_size * (self.latent_size or hidden_size)
+        matrices = self.activation.num_halves + 1
+        size = self.intermediate_size * self.input_size(hidden_size)
         return matrices * self.num_experts * size
+
+    def input_size(self, hidden_size: int) -> int:
+        """The size of the vectors that experts compute with."""
+        return self.latent_size or hidden_size
 
     def check(self, num_shards: int) -> None:
         name, size = "intermediate_size of an expert", self.intermediate_size
@@ -142,8 +146,7 @@ class Experts(nnx.Module):
         def param(*shape: int, axes: tuple[str | None, ...]) -> nnx.Param:
             return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
-        # Gate and up, or up alone.
-        halves = 2 if spec.activation.is_gated else 1
+        halves = spec.activation.num_halves
         self.w13_weight = param(
             count, halves, size, hidden_size, axes=(experts, None, inner, "hidden")
         )

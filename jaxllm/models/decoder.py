@@ -169,7 +169,12 @@ class Decoder(nnx.Module):
         size = architecture.hidden_size
         self.embeds = True
         self.embedding_scale = architecture.embedding_scale
-        self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
+        self.embed_tokens: Embedding | None = _embedding(
+            architecture,
+            num_shards,
+            dtype,
+            only_looks_up=not architecture.tie_word_embeddings,
+        )
         self.embed_positions: Positions | None = (
             None
             if architecture.num_positions is None
@@ -320,12 +325,18 @@ def _is_state(cache: Cache) -> bool:
 
 
 def _embedding(
-    architecture: Architecture, num_shards: int, dtype: DTypeLike, *, bias: bool = False
+    architecture: Architecture,
+    num_shards: int,
+    dtype: DTypeLike,
+    *,
+    bias: bool = False,
+    only_looks_up: bool = False,
 ) -> Embedding:
     return Embedding(
         architecture.vocab_size,
         architecture.hidden_size,
         bias=bias,
+        only_looks_up=only_looks_up,
         num_shards=num_shards,
         dtype=dtype,
     )

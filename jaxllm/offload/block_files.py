@@ -10,6 +10,7 @@ Several processes may share a directory. What another one adds is found at the n
 import contextlib
 import hashlib
 import os
+import secrets
 import stat
 import struct
 import threading
@@ -25,6 +26,8 @@ from jaxllm.errors import refused
 from jaxllm.logging import init_logger
 
 logger = init_logger(__name__)
+
+Key = tuple[int, bytes]  # of a block: its cache group, and the hash of its content
 
 _MAGIC = b"jaxllm KV block 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -46,9 +49,12 @@ class BlockFiles:
         self._sizes: OrderedDict[str, int] = OrderedDict()  # all files; the last used last
         self._num_bytes = 0
         self._barred: Counter[str] = Counter()  # names, until their files are removed
+        self._changes: dict[Key, bool] | None = None  # whether there is a file now
+        # Processes on several hosts, whose numbers may be equal, may share the directory.
+        self._temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._has_failed = False
-        _make_private(directory)
+        make_private(directory)
         self._scan()
 
     def has(self, group: int, content: bytes) -> bool:
@@ -70,6 +76,20 @@ class BlockFiles:
             if not self._barred[name]:
                 del self._barred[name]
 
+    def follow(self) -> list[Key]:
+        """Return the blocks that have files. From now on changes are noted."""
+        self._changes = {}
+        return [key for name in self._sizes if (key := self._key(name)) is not None]
+
+    def take_changes(self) -> dict[Key, bool]:
+        """Return the blocks that have got or lost their files since the last call, and whether
+        they have them now."""
+        changes = self._changes
+        if not changes:
+            return {}
+        self._changes = {}
+        return changes
+
     def remove_all(self) -> None:
         """Remove the files of this identity."""
         for name in list(self._sizes):
@@ -82,32 +102,34 @@ class BlockFiles:
         if name in self._sizes:
             self._use(name)
             return
-        temporary = self._directory / f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}"
         try:
             data = self._encoded(group, content, parts)
             if len(data) > self._max_bytes:
                 return
             self._make_room(len(data))
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            with os.fdopen(os.open(self._temporary, flags, 0o600), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self._directory / name)
+            os.replace(self._temporary, self._directory / name)
         except OSError as error:
             if not self._has_failed:
                 logger.warning("a KV block cannot be written to %s: %s", self._directory, error)
             self._has_failed = True
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                self._temporary.unlink()
             return
         self._sizes[name] = len(data)
         self._num_bytes += len(data)
+        self._note(name, has_file=True)
 
     def read(self, group: int, content: bytes, parts: Sequence[np.ndarray]) -> bool:
         """Fill the arrays of a block from its file. Return False if it is not there, or not what
         was written."""
         name = self._name(group, content)
+        if name not in self._sizes:
+            return False  # a file there would be one that could not be removed
         length = sum(part.nbytes for part in parts)
         head = self._head(group, content, length)
         try:
@@ -139,6 +161,20 @@ class BlockFiles:
 
     def _name(self, group: int, content: bytes) -> str:
         return f"{self._own}-{content.hex()}-{group}{_SUFFIX}"
+
+    def _key(self, name: str) -> Key | None:
+        """The block of a file of this identity."""
+        its, *rest = name.removesuffix(_SUFFIX).split("-")
+        if its != self._own or len(rest) != 2:
+            return None
+        try:
+            return int(rest[1]), bytes.fromhex(rest[0])
+        except ValueError:
+            return None  # another program's
+
+    def _note(self, name: str, *, has_file: bool) -> None:
+        if self._changes is not None and (key := self._key(name)) is not None:
+            self._changes[key] = has_file
 
     def _head(self, group: int, content: bytes, length: int) -> bytes:
         return b"".join(
@@ -179,7 +215,9 @@ class BlockFiles:
             os.utime(self._directory / name)  # the order of the next start
 
     def _drop(self, name: str) -> None:
-        self._num_bytes -= self._sizes.pop(name, 0)
+        if (size := self._sizes.pop(name, None)) is not None:
+            self._num_bytes -= size
+            self._note(name, has_file=False)
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
 
@@ -190,7 +228,7 @@ def _bytes_of(part: np.ndarray) -> np.ndarray:
     return part.reshape(-1).view(np.uint8)
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Make the directory. Refuse one that others may read or write: it has users' text."""
     option = "kv_offloading_path"
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.offload.block_files import BlockFiles
+from jaxllm.offload.block_files import BlockFiles, make_private
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.programs.identity import program_identity
 
@@ -51,7 +51,26 @@ def _identity(plan: EnginePlan, about: Callable[[Path], Any]) -> bytes:
     ]
     windows = [group.window for group in plan.cache_groups]
     how = (plan.load_format, plan.seed if plan.load_format == "dummy" else None)
-    return repr(([facts[name] for name in _FACTS], files, caches, windows, how)).encode()
+    told = [facts[name] for name in _FACTS]
+    return repr((told, files, caches, windows, how, _part(plan))).encode()
+
+
+def _part(plan: EnginePlan) -> Any:
+    """Which part of every block this process has, over several hosts: of how many, and which
+    pieces of each cache its devices have. None: all of it."""
+    devices = [device for stage in plan.stages for device in stage.mesh.devices.flat]
+    processes = sorted({device.process_index for device in devices})
+    if len(processes) == 1:
+        return None
+    pieces = [
+        sorted(
+            str((index or ())[1:])
+            for index in array.sharding.addressable_devices_indices_map(array.shape).values()
+        )
+        for stage in plan.stages
+        for array in (*stage.cache_shapes, *jax.tree.leaves(stage.snapshot_shapes))
+    ]
+    return len(processes), processes.index(jax.process_index()), pieces
 
 
 def _is_hidden(path: Path) -> bool:
@@ -69,7 +88,12 @@ def _sampled(path: Path) -> bytes:
 
 
 def open_files(plan: EnginePlan) -> BlockFiles | None:
-    """The files of blocks of a plan; None: it has none."""
+    """The files of blocks of a plan, as far as this process has their blocks; None: it has none."""
     if plan.offload is None or plan.offload.directory is None:
         return None
-    return BlockFiles(plan.offload.directory, block_identity(plan), plan.offload.directory_bytes)
+    directory = plan.offload.directory
+    if rank := jax.process_index():
+        # Hosts may share the directory, and each rank has a limit of its own.
+        make_private(directory)
+        directory /= f"rank-{rank}"
+    return BlockFiles(directory, block_identity(plan), plan.offload.directory_bytes)

@@ -6,7 +6,7 @@ were sent, so a place that passes on to another content is written last for that
 other engines comes when it does, and is written only if its place is still waiting for it.
 
 Over several hosts each rank has a mover for its devices' parts of the blocks. All make the same
-moves in the same order, and one of them says what has arrived.
+moves in the same order, and each reports what has arrived, and which files it has.
 """
 
 import contextlib
@@ -24,9 +24,8 @@ import numpy as np
 
 from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
-from jaxllm.offload.block_files import BlockFiles
+from jaxllm.offload.block_files import BlockFiles, Key
 from jaxllm.offload.buffers import Buffer, blocks_per_call
-from jaxllm.offload.filling import Filling
 from jaxllm.offload.host_blocks import HostBlocks
 from jaxllm.offload.inventory import Inventory
 from jaxllm.plan.engine_plan import EnginePlan
@@ -87,11 +86,6 @@ class _Work:
     moves: BlockMoves
     copies: list[_Copy] = field(default_factory=list)
 
-    def places(self) -> list[tuple[int, int]]:
-        """The groups and places that it fills."""
-        stored = [(group, place) for group, _, place in self.moves.stores.tolist()]
-        return stored + [(group, place) for group, place, _ in self.moves.reads]
-
 
 class BlockMover:
     """The host's memory for blocks, and the thread that fills it."""
@@ -109,7 +103,6 @@ class BlockMover:
         self._others = others
         self._inventory = Inventory()
         self.num_given = 0
-        self._num_places = offload.places
         self._pools = [
             _make_pool(stages, group, num_places, blocks_per_call(plan, group))
             for group, num_places in enumerate(offload.places)
@@ -117,8 +110,7 @@ class BlockMover:
         self._work: queue.SimpleQueue[_Work | Callable[[], None] | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
         self._tell: Callable[[list[Arrival]], None] = self._arrivals.put
-        self._filling = Filling()
-        self._most_ahead: int | None = None  # places to be filled when more is sent
+        self._tell_files: Callable[[dict[Key, bool]], None] = lambda changes: None
         # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
         self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._num_pending = 0  # sent, and not taken as arrivals
@@ -130,9 +122,6 @@ class BlockMover:
         work = _Work(moves)
         self._num_pending += 1 + len(moves.takes)
         try:
-            if self._most_ahead is not None:
-                self._filling.await_at_most(self._most_ahead)
-            self._filling.await_places([(group, its) for group, _, its in moves.loads.tolist()])
             loads = [
                 (group, blocks, self._take(group, places))
                 for _, group, blocks, places in self._calls(moves.loads)
@@ -142,15 +131,21 @@ class BlockMover:
                 for stage, its in zip(self._stages(group), data, strict=True):
                     stage.write_blocks(group, self._padded(group, blocks), its)
         finally:
-            self._filling.begin(work.places(), [take[:2] for take in moves.takes])
             self._work.put(work)  # also what was not dispatched is to be told
 
     def follow(self, tell: Callable[[list[Arrival]], None]) -> None:
-        """Make the moves that another process plans. Its `send` waits for places that are not
-        filled yet, or if too many are not. Arrivals are told from the mover's thread."""
+        """Report what each call of `send` has brought, from the mover's thread, in place of
+        `arrived`. Nothing may have been sent."""
         self._tell = tell
-        # As many as a pool lets come at once.
-        self._most_ahead = sum(self._num_places) // 4
+
+    def follow_files(self, tell: Callable[[dict[Key, bool]], None]) -> list[Key]:
+        """Return the blocks that have files. From now on report from the mover's thread which
+        others get or lose theirs, and before an arrival that could not be read. Nothing may have
+        been sent."""
+        if self._files is None:
+            return []
+        self._tell_files = tell
+        return self._files.follow()
 
     def arrived(self, *, wait: bool = False) -> Iterator[Arrival]:
         """Return what has come to the host since the last call; with `wait`, wait a moment for
@@ -183,17 +178,23 @@ class BlockMover:
 
     def forget_all(self) -> None:
         """Give nothing to anybody, and remove all files."""
+        self.begin_to_forget_all().wait()
+
+    def begin_to_forget_all(self) -> threading.Event:
+        """The same, without waiting for the end, which the event tells."""
+        done = threading.Event()
         self._work.put(self._inventory.forget_all)
-        if (files := self._files) is not None:
-            done = threading.Event()
+        if (files := self._files) is None:
+            done.set()
+            return done
 
-            def remove() -> None:
-                self._unwritten.clear()
-                files.remove_all()
-                done.set()
+        def remove() -> None:
+            self._unwritten.clear()
+            files.remove_all()
+            done.set()
 
-            self._work.put(remove)
-            done.wait()
+        self._work.put(remove)
+        return done
 
     def close(self) -> None:
         """End the thread, after it has written the files that it has to write, or a while."""
@@ -248,10 +249,13 @@ class BlockMover:
                 break
             if isinstance(work, _Work):
                 self._note_places(work.moves)
-                self._tell(self._arrivals_of(work))
+                arrivals = self._copies(work) + self._reads(work.moves)
+                self._report_files()
+                self._tell(arrivals)
                 self._ask_others(work.moves)
             else:
                 work()
+                self._report_files()
         until = time.monotonic() + _CLOSING_S
         while self._unwritten and time.monotonic() < until:
             self._write_one()
@@ -261,6 +265,11 @@ class BlockMover:
         assert self._files is not None
         (group, place), content = self._unwritten.popitem(last=False)
         self._files.write(group, content, self._pools[group].parts(place))
+        self._report_files()
+
+    def _report_files(self) -> None:
+        if self._files is not None and (changes := self._files.take_changes()):
+            self._tell_files(changes)
 
     def _remove(self, files: BlockFiles, group: int, content: bytes) -> None:
         for key, its in list(self._unwritten.items()):
@@ -314,22 +323,6 @@ class BlockMover:
             return None
         self.num_given += 1
         return [part.tobytes() for part in self._pools[group].parts(place)]
-
-    def _arrivals_of(self, work: _Work) -> list[Arrival]:
-        """Fill the places of a call of `send`."""
-        arrivals = self._copies(work) + self._reads(work.moves)
-        failed = {(its.group, its.content) for its in arrivals if not its.ok}
-        places = work.places()
-        contents = work.moves.contents + [content for _, _, content in work.moves.reads]
-        self._filling.end(
-            len(places),
-            [
-                place
-                for place, content in zip(places, contents, strict=True)
-                if (place[0], content) in failed
-            ],
-        )
-        return arrivals
 
     def _copies(self, work: _Work) -> list[Arrival]:
         """Wait for the devices, and copy what they have read."""

@@ -161,9 +161,6 @@ def choose_experts(
     specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
     if not specs:
         return None
-    if not all(spec.activation.is_gated for spec in specs):
-        logger.warning("experts: XLA's loop, since no kernel computes experts without gates")
-        return XLA_EXPERTS
     if chip.platform == "tpu":
         return _experts_on_tpu(chip, specs, architecture, num_shards, num_tokens, dtype)
     if chip.platform == "gpu":
@@ -174,7 +171,8 @@ def choose_experts(
     try:
         for spec in specs:
             shards = 1 if spec.has_whole_experts else num_shards
-            native.check(spec.intermediate_size // shards, architecture.hidden_size, dtype)
+            size = spec.input_size(architecture.hidden_size)
+            native.check(spec.intermediate_size // shards, size, dtype)
         library.add_experts()
     except ValueError as error:
         logger.warning("experts: XLA's loop, not 'native', since %s", error)
@@ -198,8 +196,9 @@ def _experts_on_tpu(
                 num_experts=spec.num_experts // (num_shards if whole else 1),
                 num_choices=spec.num_choices,
                 num_tokens=num_tokens,
+                num_halves=spec.activation.num_halves,
                 size=spec.intermediate_size // (1 if whole else num_shards),
-                hidden_size=architecture.hidden_size,
+                hidden_size=spec.input_size(architecture.hidden_size),
                 dtype=dtype,
             )
     except ValueError as error:
@@ -215,9 +214,12 @@ def _experts_on_gpu(
     are_whole = all(spec.has_whole_experts for spec in specs)
     kernels = MosaicExperts(num_devices=num_shards if are_whole else 1)
     try:
+        if not all(spec.activation.is_gated for spec in specs):
+            raise ValueError("it computes experts with gates only")
         for spec in specs:
             shards = 1 if spec.has_whole_experts else num_shards
-            kernels.check(spec.intermediate_size // shards, hidden_size, dtype, chip)
+            size = spec.input_size(hidden_size)
+            kernels.check(spec.intermediate_size // shards, size, dtype, chip)
     except ValueError as error:
         logger.warning("experts: XLA's loop, not %r, since %s", kernels.name, error)
         return XLA_EXPERTS

@@ -72,10 +72,9 @@ class CodedExperts(Experts):
     ):
         self.spec = experts.spec
         matrices = {"w13_weight": experts.w13_weight, "w2_weight": experts.w2_weight}
-        ops = products.experts
-        if not experts.spec.activation.is_gated:  # which only XLA computes
-            ops = tuple(op for op in ops if isinstance(op, XlaExperts))
-        self.op, self.forms, params = _of_weight(matrices, storage, name, ops, num_shards)
+        self.op, self.forms, params = _of_weight(
+            matrices, storage, name, products.experts, num_shards
+        )
         for leaf, param in params.items():
             setattr(self, leaf, param)
         self.w13_bias, self.w2_bias = experts.w13_bias, experts.w2_bias

@@ -278,8 +278,11 @@ class ModelRunner:
         """What the engine does of handing prompts over."""
         return self._ends.info()
 
-    def stop_reading(self) -> None:
-        """Read no more adapters."""
+    def end_threads(self) -> None:
+        """Write files of blocks that have none yet, or a while, and read no more adapters. Nothing
+        can run any more."""
+        if self._mover is not None:
+            self._mover.close()
         if self._shelf is not None:
             self._shelf.close()
 
@@ -320,9 +323,7 @@ class ModelRunner:
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
         self._ends.close()
-        if self._mover is not None:
-            self._mover.close()
-        self.stop_reading()
+        self.end_threads()
         self._host_weights, self._newest = [], None
         self._model.free()
 

@@ -110,6 +110,7 @@ class Parameter:
     axes: Axes
     parts: tuple[Part, ...]
     rows: int  # without padding
+    columns: int | None = None  # without padding; None: it has none, or a single axis
     stored: Stored | None = None
     constant: float | None = None  # of all elements, in place of a checkpoint's; None: see `stored`
 
@@ -121,7 +122,8 @@ class Parameter:
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the fused tensors; if nothing is fused, its own shape without padding."""
         rows = [part.rows for part in self.parts] or [self.rows]
-        return tuple((count, *self.shape[1:]) for count in rows)
+        others = self.shape[1:] if self.columns is None else (self.columns,)
+        return tuple((count, *others) for count in rows)
 
 
 def abstract_weights(abstract_model: Model | nnx.Module, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
@@ -144,6 +146,7 @@ def parameters_of(abstract_model: Model | nnx.Module) -> dict[str, Parameter]:
             axes=leaf.get_metadata().get("axes", ()),
             parts=leaf.get_metadata().get("parts", ()),
             rows=leaf.get_metadata().get("rows", leaf.shape[0]),
+            columns=leaf.get_metadata().get("columns"),
             stored=leaf.get_metadata().get("stored"),
             constant=leaf.get_metadata().get("constant"),
         )
@@ -293,8 +296,13 @@ def _read(
     edges = zip(index or whole, parameter.shape, strict=True)
     box = tuple(slice(*cut.indices(size)[:2]) for cut, size in edges)
     values = np.zeros([cut.stop - cut.start for cut in box], parameter.dtype)
+    others, filled = box[1:], values
+    if parameter.columns is not None:
+        (columns,) = others
+        others = (slice(columns.start, min(columns.stop, parameter.columns)),)
+        filled = values[:, : others[0].stop - columns.start]
     for target, rows in _places(parameter, num_shards, box[0]):
-        source.copy(checkpoint, (rows, *box[1:]), values[target])
+        source.copy(checkpoint, (rows, *others), filled[target])
     return values
 
 
@@ -341,6 +349,11 @@ def _dummy(name: str, parameter: Parameter, mesh: Mesh, seed: int) -> jax.Array:
         values = 2 * largest * (random.random(count, np.float32) - 0.5)
     if parameter.dtype == ml_dtypes.float8_e8m0fnu:
         values = np.maximum(abs(values), largest / 64)  # powers of two have no sign
-    values = np.resize(values.astype(parameter.dtype), parameter.shape)
+    shape = parameter.shape
+    if parameter.columns is not None:
+        shape = (*shape[:-1], parameter.columns)
+    values = np.resize(values.astype(parameter.dtype), shape)
+    others = [(0, all_of - its) for all_of, its in zip(parameter.shape, shape, strict=True)]
+    values = np.pad(values, others) if shape != parameter.shape else values
     place = sharding(mesh, parameter.axes)
     return jax.make_array_from_callback(parameter.shape, place, values.__getitem__)

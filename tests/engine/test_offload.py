@@ -206,10 +206,6 @@ def test_blocks_reach_the_disk_while_the_engine_is_idle(model, tmp_path):
         ({"kv_offloading_size": 1e-6}, r"kv_offloading_size=1e-06: .*give at least 0\.00"),
         ({"kv_offloading_path": "x"}, r"kv_offloading_path='x': .*give kv_offloading_size"),
         (HOST | {"enable_prefix_caching": False}, r"leave enable_prefix_caching on"),
-        (
-            HOST | {"kv_offloading_path": "x", "nnodes": 2, "tensor_parallel_size": 2},
-            r"kv_offloading_path='x': an engine on several hosts",
-        ),
         (HOST | {"kv_offloading_backend": "lmcache"}, r"'lmcache' is not one of 'native'"),
     ],
 )

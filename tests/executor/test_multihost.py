@@ -158,14 +158,15 @@ def expected(options):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("nnodes", "devices", "tensor", "data"),
     [
         (4, 1, 2, 2),  # a replica that rank 0 has no part in, and that is on two hosts
-        pytest.param(2, 2, 4, 1, marks=pytest.mark.sweep),
+        (2, 2, 4, 1),
         # Either with one where the other has two.
-        pytest.param(2, 1, 2, 1, marks=pytest.mark.sweep),
-        pytest.param(2, 1, 1, 2, marks=pytest.mark.sweep),
+        (2, 1, 2, 1),
+        (2, 1, 1, 2),
     ],
 )
 def test_hosts_give_the_tokens_of_one(nnodes, devices, tensor, data, options, expected):
@@ -187,11 +188,11 @@ def assert_answered(ends, expected):
 
 
 def slurm(rank):
-    """What SLURM tells a task of a job of two."""
+    """What SLURM tells a task of a job of four."""
     return {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS": "4",
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
     }
@@ -199,8 +200,10 @@ def slurm(rank):
 
 @pytest.mark.slow
 def test_ranks_meet_by_what_their_environment_says(options, expected):
-    """And a model is over two hosts, with two devices each, more than kv heads."""
-    with Ranks(options, REQUESTS, nnodes=2, devices=2, env_of=slurm) as ranks:
+    """And each of two replicas is over two hosts, with two devices each, more than kv heads. Rank 0
+    has no part in one of them."""
+    options = options | {"data_parallel_size": 2}
+    with Ranks(options, REQUESTS, nnodes=4, devices=2, env_of=slurm) as ranks:
         assert_answered(ranks.ends(), expected)
 
 

@@ -15,7 +15,11 @@ from jaxllm.executor.wire import (
     Execute,
     Failed,
     Figures,
+    FilesChanged,
+    ForgetBlock,
+    ForgetBlocks,
     Move,
+    Ready,
     Sample,
     StepDone,
     Stop,
@@ -137,17 +141,63 @@ def test_a_step_of_another_rank_alone_is_ready_when_its_result_is_there(peer_and
     assert steps[1].result().token_ids.tolist() == [1]
 
 
-def test_a_rank_that_runs_alone_says_what_has_arrived(peer_and_inbox):
+def test_a_rank_that_runs_alone_says_what_has_arrived_and_which_files_it_has(peer_and_inbox):
     peer, inbox = peer_and_inbox
     mover = MultiHostExecutor(inbox, 0, [1], INFO, None).mover()
-    none = np.zeros((0, 3), np.int32)
-    mover.send(BlockMoves(number=3, stores=none, contents=[], loads=none, reads=[]))
+    peer.send(encode(Ready(1, {}, {0: [(0, b"one")], 1: [(0, b"of another replica")]})))
+    inbox.await_message(Ready)
+    assert mover.is_stored(0, b"one") and not mover.is_stored(1, b"one")
+    assert not mover.is_stored(0, b"of another replica")
+    stores, none = np.array([[0, 1, 2]], np.int32), np.zeros((0, 3), np.int32)
+    reads = [(0, 3, b"one")]
+    mover.send(BlockMoves(number=3, stores=stores, contents=[b"two"], loads=none, reads=reads))
     message = decode_from_leader(peer.receive())
     assert isinstance(message, Move) and message.moves.number == 3
     assert not list(mover.arrived())
-    arrival = Arrival(3, 0, b"content", True)
-    peer.send(encode(Arrived(0, [arrival])))
+    peer.send(encode(FilesChanged(1, 0, gained=[(0, b"two")], lost=[(0, b"one")])))
+    peer.send(encode(Arrived(1, 0, 3, failed=[(0, b"one")])))
     until, found = time.monotonic() + 60, []
     while not found and time.monotonic() < until:
         found = list(mover.arrived(wait=True))
-    assert found == [arrival]
+    assert found == [Arrival(3, 0, b"two", True), Arrival(3, 0, b"one", False)]
+    assert mover.is_stored(0, b"two") and not mover.is_stored(0, b"one")
+
+
+def test_what_is_forgotten_is_forgotten_on_all_ranks(peer_and_inbox):
+    peer, inbox = peer_and_inbox
+    mover = MultiHostExecutor(inbox, 2, [1], INFO, None).mover()
+    peer.send(encode(Ready(1, {}, {2: [(0, b"one"), (0, b"two")]})))
+    inbox.await_message(Ready)
+    mover.forget(0, b"one")
+    assert mover.is_stored(0, b"two") and not mover.is_stored(0, b"one")
+    mover.forget_all()
+    assert not mover.is_stored(0, b"two")
+    messages = [decode_from_leader(peer.receive()) for _ in range(2)]
+    assert messages == [ForgetBlock(2, 0, b"one"), ForgetBlocks(2)]
+
+
+def test_a_load_awaits_a_block_of_a_step_on_all_ranks(peer_and_inbox):
+    """Rank 0 has copied its part, and does not count on it before rank 1 has."""
+    peer, inbox = peer_and_inbox
+
+    class Device(StandIn):
+        def mover(self):
+            return self
+
+        def follow(self, tell):
+            self.tell = tell
+
+    device = Device()
+    executor = MultiHostExecutor(inbox, 0, [0, 1], INFO, device)
+    mover = executor.mover()
+    stores, none = np.array([[0, 1, 2]], np.int32), np.zeros((0, 3), np.int32)
+    moves = BlockMoves(number=5, stores=stores, contents=[b"one"], loads=none, reads=[])
+    executor.execute(dataclasses.replace(SCHEDULE, moves=moves))
+    device.tell([Arrival(5, 0, b"one", True)])
+    assert not list(mover.arrived(wait=True))
+    peer.send(encode(Arrived(1, 0, 5, failed=[])))
+    until, found = time.monotonic() + 60, []
+    while not found and time.monotonic() < until:
+        found = list(mover.arrived(wait=True))
+    assert found == [Arrival(5, 0, b"one", True)]
+    executor.shutdown()

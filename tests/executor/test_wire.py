@@ -4,6 +4,7 @@ from jaxllm.executor.wire import (
     Arrived,
     Execute,
     Figures,
+    FilesChanged,
     Move,
     Sample,
     StepDone,
@@ -14,7 +15,6 @@ from jaxllm.executor.wire import (
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.schedule import (
     Admission,
-    Arrival,
     BlockMoves,
     DraftedResult,
     LateMasks,
@@ -99,7 +99,7 @@ def test_a_result_travels_whole():
     assert_same(result, message.result)
 
 
-def test_moves_and_arrivals_travel_whole():
+def test_moves_and_what_becomes_of_them_travel_whole():
     stores = np.array([[0, 4, 1], [1, 2, 0]], np.int32)
     moves = BlockMoves(
         number=3,
@@ -112,5 +112,8 @@ def test_moves_and_arrivals_travel_whole():
     assert isinstance(message, Move) and message.replica == 2
     for name in BlockMoves.__slots__:
         assert_same(getattr(moves, name), getattr(message.moves, name))
-    arrivals = [Arrival(3, 1, b"two", True), Arrival(3, 0, b"\0one", False)]
-    assert decode_to_leader(encode(Arrived(1, arrivals))) == Arrived(1, arrivals)
+    for report in (
+        Arrived(rank=1, replica=2, number=3, failed=[(1, b"two"), (0, b"\0one")]),
+        FilesChanged(rank=1, replica=2, gained=[(0, b"two")], lost=[(1, b"\0one")]),
+    ):
+        assert decode_to_leader(encode(report)) == report

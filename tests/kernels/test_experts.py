@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxllm_kernels.coded_cases import FORMS
-from jaxllm_kernels.experts.cases import CASES, UNGATED, operands, run_case
+from jaxllm_kernels.experts.cases import CASES, operands, run_case
 from jaxllm_kernels.experts.native import NativeExperts
 from jaxllm_kernels.experts.reference import ReferenceExperts
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
@@ -56,11 +56,6 @@ def test_native_cases_in_16_bits(library, name):
 @pytest.mark.parametrize("name", ["few tokens", "clamped, with biases"])
 def test_other_forms_in_16_bits(op, name):
     run_case(op, CASES[name], "bfloat16")
-
-
-@pytest.mark.parametrize("op", [ReferenceExperts(), XLA_EXPERTS], ids=lambda op: op.name)
-def test_experts_without_gates(op):
-    run_case(op, UNGATED, "float32")
 
 
 # XLA multiplies by these as by the others; test_dense.py has all.
@@ -152,7 +147,9 @@ WHOLE_CHUNKS = replace(CASES["few tokens"], size=256, hidden_size=384)
     ("name", "form", "dtype"),
     [
         pytest.param(name, form, dtype, marks=[pytest.mark.sweep] * ((i + j + k) % 2))
-        for i, name in enumerate(("even", "clamped, with biases", "scaled inputs", "wide"))
+        for i, name in enumerate(
+            ("even", "clamped, with biases", "scaled inputs", "wide", "without gates")
+        )
         for j, form in enumerate(("int8, groups, offsets", "int8, groups of 16"))
         for k, dtype in enumerate(DTYPES)
     ],

@@ -46,6 +46,9 @@ MODELS = {
     "Mixtral-8x7B, cut in 8": Model(8, 1792, 4096, 2),
     # No multiple of the lanes, and cut in 2 XLA turns its down projections.
     "gpt-oss-20b, whole experts on 8 devices": Model(4, 2880, 2880, 4, CLAMPED, True),
+    "Nemotron 3 Nano, whole experts on 8 devices": Model(
+        16, 1856, 2688, 6, ExpertsConfig(is_gated=False)
+    ),
     "gpt-oss-20b, cut in 2": Model(32, 1440, 2880, 4, CLAMPED, True),
 }
 
@@ -63,10 +66,11 @@ def compile_experts(model: Model, num_tokens: int, device) -> jax.stages.Compile
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     experts, size, hidden = model.num_experts, model.size, model.hidden_size
+    halves = model.config.num_halves
     weights = ExpertWeights(
-        gate_up=array(experts, 2, size, hidden),
+        gate_up=array(experts, halves, size, hidden),
         down=array(experts, hidden, size),
-        gate_up_bias=array(experts, 2, size) if model.has_bias else None,
+        gate_up_bias=array(experts, halves, size) if model.has_bias else None,
         down_bias=array(experts, hidden) if model.has_bias else None,
     )
     op = TpuExperts(chip=chip_of(device).name)

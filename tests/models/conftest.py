@@ -175,6 +175,12 @@ class SingleRow:
         return tuple(jax.device_put(np.full(s.shape, 77, s.dtype), s.sharding) for s in shapes)
 
 
+def assert_same_model(one: SingleRow, other: SingleRow) -> None:
+    """They compute the same: by equal programs, of equal weights."""
+    assert one.program == other.program
+    jax.tree.map(np.testing.assert_array_equal, one.weights, other.weights)
+
+
 @pytest.fixture(scope="session")
 def single_row():
     return SingleRow

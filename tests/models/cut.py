@@ -1,5 +1,6 @@
-"""Models that are cut over devices: the first case of every family, further cases for what no first
-case has, and numbers of heads that are not powers of two.
+"""Models that are cut over devices: cases that have every part of a model together, which
+test_sharded.py makes sure of, and numbers of heads that are not powers of two. A sweep has the
+first case of every family.
 
 The cases are those of golden.json. With four devices, kv heads are repeated. The models run in a
 process of their own, since JAX counts devices once; what they compute on one device is computed in
@@ -18,7 +19,7 @@ from jaxllm.models.registry import family_names
 
 CASES = json.loads(Path(__file__).with_name("golden.json").read_text())
 FIRST = {case["family"]: name for name, case in reversed(CASES.items())}
-# With parts that no first case has; test_sharded.py says which are missing here.
+# With parts that no first case has.
 FURTHER = (
     "gemma4-dense-values-are-keys",
     "gemma4-sizes-by-layer",
@@ -38,17 +39,47 @@ SIX_HEADS = {
     "olmo3-three-kv-heads": CASES[FIRST["olmo3"]]["config"] | _SIX | {"num_key_value_heads": 3},
     "olmo2-one-kv-head": _SIX | {"num_key_value_heads": 1},
 }
-# Every other case is cut in two, the others in four; the sweep cuts them the other way.
-_EITHER = {name: CASES[name] for name in [FIRST[family] for family in family_names()] + [*FURTHER]}
-_TWO_OR_FOUR = {name: [2, 4][place % 2] for place, name in enumerate(_EITHER)}
-# Name -> family, seed, config, prompt, and the numbers of devices.
-CUT = {name: case | {"num_shards": (_TWO_OR_FOUR[name],)} for name, case in _EITHER.items()} | {
+# Every part of a model is in one of these.
+_ALWAYS = (
+    "llama",
+    "gemma2",
+    "olmo",
+    "olmo2",
+    "cohere",
+    "gpt-neox",
+    "gpt2",
+    "phi",
+    "gemma4",
+    "gemma4-experts-beside-mlp",
+    "qwen2-moe",
+    "gpt-oss",
+    "llama4",
+    "mimo-v2",
+    "deepseek-v3-plain-queries-biases-halves-tied",
+    "mistral4",
+    "qwen3.5",
+    "qwen3-next-biases-types-of-layers-tied",
+    "lfm2",
+    "lfm2-moe",
+    "falcon-h1-norm-first-biases",
+    "falcon-h1-no-norm",
+    "nemotron-h",
+    "nemotron-3-super-latent-biases-types",
+    "kimi-linear-other-names-groups",
+)
+# Name -> family, seed, config, prompt, and the numbers of devices: in turn two and four.
+CUT = {
+    name: CASES[name] | {"num_shards": ([2, 4][place % 2],)} for place, name in enumerate(_ALWAYS)
+} | {
     name: {"family": name.partition("-")[0], "seed": 0, "config": config, "num_shards": (3, 6)}
     | {"prompt": CASES[FIRST["llama"]]["prompt"]}
     for name, config in SIX_HEADS.items()
 }
-CUT_THE_OTHER_WAY = {
-    name: case | {"num_shards": (6 - _TWO_OR_FOUR[name],)} for name, case in _EITHER.items()
+_SWEPT = [FIRST[family] for family in family_names()] + [*FURTHER, *_ALWAYS]
+CUT_OTHERWISE = {
+    name: CASES[name]
+    | {"num_shards": tuple({2, 4}.difference(CUT[name]["num_shards"] if name in CUT else ()))}
+    for name in _SWEPT
 }
 SCRIPT = """
 import os, sys

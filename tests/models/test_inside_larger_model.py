@@ -1,12 +1,15 @@
 """A decoder inside a model with towers: read from `text_config`, loaded without the towers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxllm.layers.attention import AttentionSpec
 from jaxllm.testing import make_tiny_checkpoint, tiny_config
 
 PROMPT = np.random.default_rng(0).integers(3, 384, 40).tolist()
@@ -74,14 +77,41 @@ def wrap(plain, path, architecture, layout, family=""):
         pytest.param(BY_TRANSFORMERS, False, id="transformers", marks=pytest.mark.sweep),
     ],
 )
-def test_decoder_computes_the_same_without_its_towers(case, layout, is_tied, tmp_path, single_row):
+def test_decoder_is_the_same_without_its_towers(case, layout, is_tied, tmp_path, single_row):
+    """But for its name, and for the axes that images turn by."""
+    inside, plain = map(single_row, inside_and_plain(case, layout, is_tied, tmp_path))
+    architecture = replace(
+        inside.architecture,
+        name=plain.architecture.name,
+        layers=tuple(map(with_one_axis, inside.architecture.layers)),
+    )
+    assert architecture == plain.architecture
+    jax.tree.map(np.testing.assert_array_equal, inside.weights, plain.weights)
+
+
+def inside_and_plain(case, layout, is_tied, path):
     family, _, variant = case.partition("-")
     config = GOLDEN[f"qwen3.5-{variant}"]["config"] if variant == "moe" else {}
-    plain = make_tiny_checkpoint(tmp_path / "plain", family, **config, tie_word_embeddings=is_tied)
+    plain = make_tiny_checkpoint(path / "plain", family, **config, tie_word_embeddings=is_tied)
     layout = OF_QWEN if family in MORE and layout is RELEASED else layout
-    inside = wrap(plain, tmp_path / "inside", WRAPPED[case], layout, family)
-    expected = single_row(plain).logits(PROMPT)
-    np.testing.assert_array_equal(single_row(inside).logits(PROMPT), expected)
+    return wrap(plain, path / "inside", WRAPPED[case], layout, family), plain
+
+
+def with_one_axis(layer):
+    mixers = (
+        replace(mixer, rope=replace(mixer.rope, axes=None))
+        if isinstance(mixer, AttentionSpec) and mixer.rope is not None
+        else mixer
+        for mixer in layer.mixers
+    )
+    return replace(layer, mixers=tuple(mixers))
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3"])
+def test_text_turns_alike_by_one_axis_and_by_three(case, tmp_path, single_row):
+    inside, plain = map(single_row, inside_and_plain(case, RELEASED, False, tmp_path))
+    assert inside.architecture.layers != plain.architecture.layers
+    np.testing.assert_array_equal(inside.logits(PROMPT), plain.logits(PROMPT))
 
 
 def test_what_is_left_out_is_logged(tmp_path, single_row, caplog):

@@ -90,6 +90,7 @@ SIZES = {
     "ERNIE 4.5 300B-A47B": 299.48,
     "LFM2 1.2B": 1.17,
     "LFM2 8B-A1B": 8.34,
+    "Granite 4.0 H Small": 32.21,
     "Granite 4.0 H Tiny": 6.94,
     "Bamba 9B v2": 9.78,
     "Falcon-H1 0.5B": 0.52,

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,9 +75,11 @@ def test_a_link_or_a_pipe_is_a_miss(directory, tmp_path):
     [path] = directory.iterdir()
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert read(files) is None
+    assert read(files) is None and not path.is_symlink()
+    files.write(0, CONTENT, PARTS)
+    path.unlink()
     os.mkfifo(path)
-    assert read(files) is None
+    assert read(files) is None and not path.exists()
 
 
 def test_the_directory_is_private(directory):
@@ -116,6 +119,44 @@ def test_what_is_removed_is_not_found(directory):
     assert files.has(0, CONTENT)
     files.remove_all()
     assert not files.has(0, CONTENT) and not list(directory.iterdir())
+
+
+def test_it_reports_which_blocks_get_and_lose_files(directory):
+    """Of its own identity, and what has been there before."""
+    files = open_files(directory)
+    assert not files.take_changes()
+    files.write(0, CONTENT, PARTS)
+    open_files(directory, b"other").write(0, content(7), PARTS)
+    assert not files.take_changes()  # nobody follows
+    [size] = {path.stat().st_size for path in directory.iterdir()}
+    (directory / f"{files._own}-strange.kv").touch()
+    files = open_files(directory, max_bytes=4 * size)
+    assert files.follow() == [(0, CONTENT)]
+    files.write(1, content(1), PARTS)
+    files.write(0, content(2), PARTS)
+    files.bar(0, content(2))
+    files.remove(0, content(2))
+    assert files.take_changes() == {(1, content(1)): True, (0, content(2)): False}
+    assert not files.take_changes()
+    files.write(1, content(1), PARTS)  # it is there
+    assert not files.take_changes()
+    for index in range(3, 6):  # the oldest give way, also those of others
+        files.write(0, content(index), PARTS)
+    assert files.take_changes() == {(0, content(index)): True for index in (3, 4, 5)} | {
+        (0, CONTENT): False
+    }
+    files.remove_all()
+    lost = files.take_changes()
+    assert set(lost.values()) == {False} and len(lost) == 4
+
+
+def test_a_file_that_could_not_be_removed_is_a_miss(directory, monkeypatch):
+    files = open_files(directory)
+    files.write(0, CONTENT, PARTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path: (_ for _ in ()).throw(PermissionError()))
+        files.remove_all()
+    assert list(directory.iterdir()) and read(files) is None
 
 
 def test_a_directory_that_cannot_be_written_costs_only_the_files(directory, monkeypatch):

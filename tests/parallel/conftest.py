@@ -27,7 +27,7 @@ class Favour(LogitsProcessor):
     def apply(self, logits, params, output_index):
         return logits + jnp.arange(VOCAB) % 7
 
-model, base, variants = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+model, base, variants, again, favours = sys.argv[1], *map(json.loads, sys.argv[2:])
 VOCAB = json.load(open(model + "/config.json"))["vocab_size"]
 rng = __import__("random").Random(0)
 prompts = [[rng.randrange(300) for _ in range(length)] for length in (1, 7, 33, 70, 40, 12, 9)]
@@ -38,11 +38,11 @@ params = [
     SamplingParams(temperature=0, max_tokens=30, repetition_penalty=1.3, logprobs=1),
     SamplingParams(seed=4, max_tokens=12, allowed_token_ids=list(range(5, 90)), logprobs=1),
     SamplingParams(seed=5, max_tokens=12, min_p=0.05, logit_bias={7: 4.0}, n=2, logprobs=1),
-    SamplingParams(seed=6, max_tokens=12, extra_args={"favour": 1}, logprobs=1),
+    SamplingParams(seed=6, max_tokens=12, extra_args=favours or None, logprobs=1),
 ]
 
 def run(options):
-    llm = LLM(model, logits_processors=(Favour,), **{**base, **options})
+    llm = LLM(model, logits_processors=(Favour,) * bool(favours), **{**base, **options})
     answers = [
         {
             "tokens": list(completion.token_ids),
@@ -58,10 +58,9 @@ def run(options):
         for output in llm.generate(prompts, params, use_tqdm=False)
         for completion in output.outputs
     ]
-    again = run_again(llm) if json.loads(sys.argv[4]) else None
     return {
         "answers": answers,
-        "again": again,
+        "again": run_again(llm) if again else None,
         "expert_tokens": [
             m.value for m in llm.get_metrics() if m.name == "jaxllm:expert_tokens"
         ],
@@ -74,27 +73,29 @@ def run(options):
 
 def run_again(llm):
     "With what the prefix cache has of the prompts, and an abort on the way."
-    engine, again = llm.llm_engine, {}
+    engine, ended = llm.llm_engine, {}
     for i, (prompt, p) in enumerate(zip(prompts, params)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
     steps = 0
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                again[output.request_id] = [list(c.token_ids) for c in output.outputs]
+                ended[output.request_id] = [list(c.token_ids) for c in output.outputs]
         steps += 1
         if steps == 6:
             engine.abort_request("3")
-    return [tokens for _, completions in sorted(again.items()) for tokens in completions]
+    return [tokens for _, completions in sorted(ended.items()) for tokens in completions]
 
 print(json.dumps([run(options) for options in variants]))
 """
 
 
-def run_engines(model_dir, *variants, again=False):
+def run_engines(model_dir, *variants, again=False, favours=False):
     """What an engine with each of these options answers, and its metrics; once more with `again`,
-    from the prefix cache, where one request is aborted."""
-    arguments = [str(model_dir), *map(json.dumps, (SHARDED, variants, again))]
+    from the prefix cache, where one request is aborted. With `favours` they have a logits
+    processor, which is foreign code, so that none finds its programs."""
+    extra_args = {"favour": 1} if favours else {}
+    arguments = [str(model_dir), *map(json.dumps, (SHARDED, variants, again, extra_args))]
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
         capture_output=True,

@@ -2,9 +2,9 @@
 
 import importlib.util
 import json
-import math
 
 import pytest
+from jaxllm_kernels.common import round_up
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
@@ -78,10 +78,6 @@ DEEPSEEK_V3 = tiny_config("deepseek_v3") | {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-# XLA lays weights of 2880 inputs out by columns, since 128 does not divide a row, and copies the
-# embedding in every step, to look rows up: 145 MB of a device. To be solved by a layout that is
-# asked for, or by padding.
-COPIED = {2880: [(201728 // 8, 2880)]}
 TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
 
@@ -131,11 +127,13 @@ def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(
     weights, state, _ = declared[bucket].arguments
     hlo, hidden_size = compiled.as_text(), config["hidden_size"]
     copies = whole_array_copies(hlo, [*weights, *state.caches])
-    copied = COPIED.get(hidden_size, [])
-    assert [copy.shape for copy in copies] == copied
+    assert not copies
     # Of the activations: the embedding's, and one of the attention and one of the ffns of each
-    # layer, that of a shared MLP among them. The sampler exchanges parts of other sizes.
-    of_rows = [c for c in collectives(hlo) if c.num_bytes == bucket.num_tokens * hidden_size * 2]
+    # layer, that of a shared MLP among them. The sampler exchanges parts of other sizes. Rows of
+    # the embedding are padded, so that XLA does not keep it by columns.
+    of_row = bucket.num_tokens * 2
+    sizes = {of_row * hidden_size, of_row * round_up(hidden_size, 128)}
+    of_rows = [c for c in collectives(hlo) if c.num_bytes in sizes]
     num_layers = config["num_hidden_layers"]
     assert [c.opcode for c in of_rows] == ["all-reduce"] * (2 * num_layers + 1)
     num_kernels = num_layers + len(plan.architecture.num_experts)
@@ -143,4 +141,4 @@ def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(
     # Some rows of activations, and of logits in float32.
     rows = bucket.num_tokens * hidden_size * 64 + plan.max_num_seqs * config["vocab_size"] * 4
     temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-    assert temp_bytes < rows + sum(2 * math.prod(shape) for shape in copied)
+    assert temp_bytes < rows

@@ -120,6 +120,34 @@ def test_a_decode_step_moves_no_states_of_mamba2(tmp_path):
     assert plan.state_ops is not None and plan.state_ops.ssd.name == "tpu"
     shapes = {a.sharding.shard_shape(a.shape) for its in plan.stages[0].state_shapes for a in its}
     assert shapes == {(64, 4, 768), (64, 8, 64, 128)}
+    # Nor are experts copied, which have no gates.
+    assert plan.experts is not None and plan.experts.name == "tpu"
+    weights, _, _ = decodes.arguments
+    assert not whole_array_copies(decodes.compiled.as_text(), weights)
     assert not MOVES & (decodes.opcodes("u16[64,4,768]") | decodes.opcodes("f32[64,8,64,128]"))
     in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
     assert decodes.compiled.memory_analysis().alias_size_in_bytes >= in_place
+
+
+def test_a_decode_step_of_a_whole_granite_copies_nothing(tmp_path):
+    """All layers of Granite 4.0 H Small: 36 of Mamba2 and four with attention, each with experts
+    and a shared MLP."""
+    config = json.loads(CONFIGS.read_text())["Granite 4.0 H Small"]
+    decodes = Decodes.compile(config, "v6e", tmp_path)
+    plan, bucket, compiled = decodes.plan, decodes.bucket, decodes.compiled
+    assert plan.experts is not None and plan.experts.name == "tpu"
+    assert plan.state_ops is not None and plan.state_ops.ssd.name == "tpu"
+    weights, state, _ = decodes.arguments
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    assert not whole_array_copies(hlo, jax.tree.leaves((weights, state.caches, state.snapshots)))
+    assert not MOVES & (decodes.opcodes("u16[64,4,1280]") | decodes.opcodes("f32[64,16,64,128]"))
+    in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
+    assert memory.alias_size_in_bytes >= in_place
+    # Two layers' states.
+    assert memory.temp_size_in_bytes < 2 * 64 * 16 * 64 * 128 * 4
+
+    # A sum for the embedding, and two for each layer: the shared MLP's is in that of the experts.
+    of_rows = [
+        c for c in collectives(hlo) if c.num_bytes == bucket.num_tokens * config["hidden_size"] * 2
+    ]
+    assert [c.opcode for c in of_rows] == ["all-reduce"] * (2 * config["num_hidden_layers"] + 1)

@@ -21,13 +21,14 @@ from jaxllm.weights.loader import load_parts, load_weights, weights_bytes
 ONE = make_mesh(jax.devices()[:1])
 
 
-def abstract_model(model_dir, dtype=jnp.float32, part=None):
+def abstract_model(model_dir, dtype=jnp.float32, part=None, num_shards=1):
     architecture = read_architecture(read_json(model_dir / "config.json"))
-    return ModelRegistry.resolve([architecture.name]).abstract(architecture, dtype, part=part)
+    model_class = ModelRegistry.resolve([architecture.name])
+    return model_class.abstract(architecture, dtype, num_shards, part)
 
 
-def load(model_dir, dtype=jnp.float32, **options):
-    model = abstract_model(model_dir, dtype)
+def load(model_dir, dtype=jnp.float32, num_shards=1, **options):
+    model = abstract_model(model_dir, dtype, num_shards=num_shards)
     return nnx.merge(nnx.graphdef(model), load_weights(model_dir, model, **options))
 
 
@@ -89,6 +90,25 @@ def test_weights_are_cast_to_the_dtype_of_the_model(stored, wanted, tmp_path):
     assert weight.dtype == wanted
     expected = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"]
     np.testing.assert_array_equal(weight, expected.astype(wanted))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_sharded_table_that_only_looks_up_has_padded_rows(load_format, tmp_path):
+    model_dir = make_tiny_checkpoint(tmp_path, hidden_size=120, head_dim=16)
+    alone = load(model_dir, load_format=load_format).model
+    model = load(model_dir, num_shards=2, load_format=load_format)
+    table, whole = model.model.embed_tokens, alone.embed_tokens.weight[...]
+    assert table.weight.shape == (512, 128) and whole.shape == (384, 120)
+    np.testing.assert_array_equal(table.weight[:384], jnp.pad(whole, ((0, 0), (0, 8))))
+    np.testing.assert_array_equal(table(jnp.array([7, 512])), [whole[7], jnp.zeros(120)])
+    assert model.lm_head.weight.shape == (512, 120)
+
+
+def test_a_head_has_no_padded_rows(tmp_path):
+    model_dir = make_tiny_checkpoint(
+        tmp_path, hidden_size=120, head_dim=16, tie_word_embeddings=True
+    )
+    assert load(model_dir, num_shards=2).model.embed_tokens.weight.shape == (512, 120)
 
 
 def test_missing_tensor_is_named(tmp_path):

@@ -148,9 +148,8 @@ class HostTier:
         return moves
 
     def take_arrivals(self) -> None:
-        """Take in what has come to the host."""
-        if self.has_coming:
-            self._take_arrivals(wait=False)
+        """Take in what has come to the host, and which files other hosts have."""
+        self._take_arrivals(wait=False)
 
     def await_arrivals(self) -> bool:
         """Send what is to be sent, and wait a moment for something to come: other engines may take

@@ -36,6 +36,11 @@ class ExpertsConfig:
     # Whether the factor of a choice multiplies the expert's input, not its output.
     scales_input: bool = False
 
+    @property
+    def num_halves(self) -> int:
+        """How many matrices come before that: gate and up, or up alone."""
+        return 2 if self.is_gated else 1
+
 
 # gate * sigmoid(2 u) is 0.5 * gate * (1 + tanh(u)): GELU, by its approximation with tanh.
 GELU_TANH = ExpertsConfig(gate_slope=2 * math.sqrt(2 / math.pi), gate_cubic=0.044715)
@@ -52,6 +57,11 @@ class ExpertWeights(NamedTuple):
     @property
     def num_experts(self) -> int:
         return self.down.shape[0]
+
+    @property
+    def num_halves(self) -> int:
+        """2: gate and up; 1: up alone."""
+        return self.gate_up.shape[1]
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +116,8 @@ def between(halves: Sequence[jax.Array], config: ExpertsConfig) -> jax.Array:
         gate, up = halves
         return activate(gate, up, config)
     (up,) = halves
-    return jnp.square(jax.nn.relu(up))
+    up = jnp.maximum(up, 0.0)
+    return up * up
 
 
 def activate(gate: jax.Array, up: jax.Array, config: ExpertsConfig) -> jax.Array:

@@ -89,16 +89,15 @@ CASES: Mapping[str, Case] = {
         num_tokens=9, num_choices=2, num_experts=4, config=ExpertsConfig(limit=0.5)
     ),
     "gelu": Case(num_tokens=21, num_choices=2, num_experts=8, config=GELU_TANH),
+    "without gates": Case(
+        num_tokens=33,
+        num_choices=3,
+        num_experts=8,
+        config=ExpertsConfig(is_gated=False),
+        has_bias=True,
+    ),
     "wide": Case(num_tokens=40, num_choices=2, num_experts=3, size=1568, hidden_size=1120),
 }
-# For implementations that compute experts without gates.
-UNGATED = Case(
-    num_tokens=33,
-    num_choices=3,
-    num_experts=8,
-    config=ExpertsConfig(is_gated=False),
-    has_bias=True,
-)
 
 
 def operands(
@@ -117,7 +116,7 @@ def operands(
     def matrix(*shape: int) -> jax.Array | CodedWeight:
         return normal(*shape) if form is None else random_weight(random, shape, form)
 
-    halves = 2 if case.config.is_gated else 1
+    halves = case.config.num_halves
     weights = ExpertWeights(
         gate_up=matrix(experts, halves, size, hidden),
         down=matrix(experts, hidden, size),

@@ -49,13 +49,13 @@ struct Layer {
   using Element = typename Kind::Element;
   using RowsOfX = typename Matrices::RowsOfX;
   const Element* x;
-  Matrices gate_up, down;                   // two for each expert, and one
+  Matrices gate_up, down;                   // `num_halves` for each expert, and one
   const Element *gate_up_bias, *down_bias;  // null: none
   const int32_t* chosen;
   const float* factors;
   float* y;
   Element* inner;  // [choices, size], in the order of `tokens`
-  int64_t num_tokens, num_choices, num_experts, size, hidden_size;
+  int64_t num_tokens, num_choices, num_experts, num_halves, size, hidden_size;
   float slope, cubic, offset, limit;
 
   // The choices in the order of their experts.
@@ -122,21 +122,27 @@ void ForEachPart(Range rows, Range outputs, int64_t scratch, const Work& work) {
 template <typename Kind, typename Matrices>
 void Layer<Kind, Matrices>::Activate(const RowsOfX& rows_of_x, const Tile& tile) const {
   thread_local std::vector<float> scratch;
-  const Element* bias = gate_up_bias ? gate_up_bias + tile.expert.number * 2 * size : nullptr;
+  const Element* bias = gate_up_bias ? gate_up_bias + tile.expert.number * num_halves * size : nullptr;
   const Range all{tile.expert.begin, tile.expert.end};
   ForEachPart<Matrices>(all, tile.outputs, kScratch / 2, [&](Range rows, Range outputs) {
     const int64_t num_rows = rows.end - rows.begin, num_outputs = outputs.end - outputs.begin;
     scratch.resize(std::max<size_t>(scratch.size(), 2 * num_rows * num_outputs));
     float* results[2] = {scratch.data(), scratch.data() + num_rows * num_outputs};
-    for (int half = 0; half < 2; ++half) {
+    for (int64_t half = 0; half < num_halves; ++half) {
       const auto product =
           gate_up.Multiply(rows_of_x, {0, num_rows, tokens.data() + rows.begin},
-                           2 * tile.expert.number + half, outputs, results[half]);
+                           num_halves * tile.expert.number + half, outputs, results[half]);
       MultiplyPanel(product, {0, num_rows}, {0, num_outputs});
     }
     for (int64_t r = 0; r < num_rows; ++r) {
       Element* out = inner + (rows.begin + r) * size + outputs.begin;
-      for (int64_t n = 0; n < num_outputs; n += kLanes) {
+      for (int64_t n = 0; num_halves == 1 && n < num_outputs; n += kLanes) {
+        Floats up = LoadVector<Floats>(results[0] + r * num_outputs + n);
+        if (bias) up += WidenVector(bias + outputs.begin + n);
+        up = up < 0.0f ? 0.0f - Floats{} : up;
+        Kind::Store(up * up, out + n);
+      }
+      for (int64_t n = 0; num_halves == 2 && n < num_outputs; n += kLanes) {
         Floats gate = LoadVector<Floats>(results[0] + r * num_outputs + n);
         Floats up = LoadVector<Floats>(results[1] + r * num_outputs + n);
         if (bias) {
@@ -183,7 +189,7 @@ void Layer<Kind, Matrices>::AddOutputs(const RowsOfX& rows_of_inner, Range outpu
   }
 }
 
-// What an expert computes between its matrices; see `ExpertsConfig`.
+// What an expert with a gate computes between its matrices; see `ExpertsConfig`.
 struct Activation {
   float slope, cubic, offset, limit;
 };
@@ -200,10 +206,10 @@ struct Operands {
   xla::ffi::ResultBuffer<kType, 2> inner;
 };
 
-// Compute a layer. The sizes fit.
+// Compute a layer. The sizes fit. There are gate and up, or `num_halves` is 1 and there is up alone.
 template <typename Kind, xla::ffi::DataType kType, typename Matrices>
 void RunLayer(xla::ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_experts,
-              const Matrices& gate_up, const Matrices& down, Activation activation) {
+              int64_t num_halves, const Matrices& gate_up, const Matrices& down, Activation activation) {
   using Element = typename Kind::Element;
   auto elements = [](const auto& buffer) -> const Element* {
     return buffer.element_count() ? static_cast<const Element*>(buffer.untyped_data()) : nullptr;
@@ -222,6 +228,7 @@ void RunLayer(xla::ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_
                               operands.x.dimensions()[0],
                               operands.chosen.dimensions()[1],
                               num_experts,
+                              num_halves,
                               size,
                               hidden_size,
                               activation.slope,

@@ -20,14 +20,15 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   using Element = typename Kind::Element;
   const auto sizes = down.dimensions();
   const int64_t hidden_size = sizes[1], size = sizes[2];
-  if (x.dimensions()[1] != hidden_size || hidden_size % Kind::kStep || size % Kind::kStep)
+  const int64_t num_halves = gate_up.dimensions()[1];
+  if (x.dimensions()[1] != hidden_size || num_halves < 1 || num_halves > 2 || hidden_size % Kind::kStep || size % Kind::kStep)
     return ffi::Error::InvalidArgument("the inner sizes do not fit");
   using Matrices = ElementMatrices<Kind>;
   const Matrices matrices[] = {
       {reinterpret_cast<const Element*>(gate_up.untyped_data()), size, hidden_size},
       {reinterpret_cast<const Element*>(down.untyped_data()), hidden_size, size}};
   RunLayer<Kind>(pool, Operands<kType>{x, chosen, factors, gate_up_bias, down_bias, y, inner},
-                 sizes[0], matrices[0], matrices[1], {slope, cubic, offset, limit});
+                 sizes[0], num_halves, matrices[0], matrices[1], {slope, cubic, offset, limit});
   return ffi::Error::Success();
 }
 

@@ -69,7 +69,7 @@ class NativeExperts:
             chosen,
             factors,
             *matrices,
-            jnp.zeros((0, 2, size), x.dtype) if bias is None else bias,
+            jnp.zeros((0, weights.num_halves, size), x.dtype) if bias is None else bias,
             jnp.zeros((0, hidden_size), x.dtype) if down_bias is None else down_bias,
             slope=np.float32(config.gate_slope),
             cubic=np.float32(config.gate_cubic),

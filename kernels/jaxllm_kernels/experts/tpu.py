@@ -55,20 +55,22 @@ class TpuExperts:
         num_experts: int,
         num_choices: int,
         num_tokens: int,
+        num_halves: int,
         size: int,
         hidden_size: int,
         dtype: DTypeLike,
     ) -> None:
         """Raise ValueError if the kernels do not compute such experts, as on one device, for up to
-        so many tokens."""
+        so many tokens. `num_halves` is 2 if they have gates, or 1."""
         chip = self._chip
         if not chip.vmem_bytes:
             raise ValueError(f"the chip {chip.name!r} is not known")
         name = jnp.dtype(dtype).name
         if name not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={name!r} is not bfloat16 or float32")
-        choose_few(min(num_tokens, few_tokens(chip)), num_choices, size, hidden_size, dtype, chip)
-        choose_many(num_tokens, num_choices, num_experts, size, hidden_size, dtype, chip)
+        of_expert = (num_halves, size, hidden_size, dtype, chip)
+        choose_few(min(num_tokens, few_tokens(chip)), num_choices, *of_expert)
+        choose_many(num_tokens, num_choices, num_experts, *of_expert)
 
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
         raise ValueError("it multiplies by weights of 16 or 32 bits only")
@@ -118,23 +120,23 @@ class TpuExperts:
 
     def _few_blocks(self, chosen: jax.Array, weights: ExpertWeights, dtype: DTypeLike) -> Blocks:
         _, hidden_size, size = weights.down.shape
+        of_expert = (weights.num_halves, size, hidden_size, dtype)
         if self.tuning is not None:
-            return choose_blocks(size, hidden_size, dtype, self.tuning.block_bytes)
+            return choose_blocks(*of_expert, self.tuning.block_bytes)
         num_tokens, num_choices = chosen.shape
-        return choose_few(num_tokens, num_choices, size, hidden_size, dtype, self._chip)
+        return choose_few(num_tokens, num_choices, *of_expert, self._chip)
 
     def _many_sizes(
         self, chosen: jax.Array, weights: ExpertWeights, dtype: DTypeLike
     ) -> tuple[int, ManySizes, Blocks]:
         num_experts, hidden_size, size = weights.down.shape
+        of_expert = (weights.num_halves, size, hidden_size, dtype)
         if self.tuning is not None:
             _, block_bytes, call_tokens, item_rows, tile_rows = self.tuning
             sizes = many_sizes(hidden_size, dtype, item_rows=item_rows, tile_rows=tile_rows)
-            return call_tokens, sizes, choose_blocks(size, hidden_size, dtype, block_bytes)
+            return call_tokens, sizes, choose_blocks(*of_expert, block_bytes)
         num_tokens, num_choices = chosen.shape
-        return choose_many(
-            num_tokens, num_choices, num_experts, size, hidden_size, dtype, self._chip
-        )
+        return choose_many(num_tokens, num_choices, num_experts, *of_expert, self._chip)
 
     def _interpreter(self) -> Any:
         if not self.interpret:

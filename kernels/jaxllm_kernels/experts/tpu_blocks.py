@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, between
 from jaxllm_kernels.experts.tpu_sizes import LANES, Blocks
 
 # A reference to memory. (Type checkers know only a part of `jax.Ref`.)
@@ -54,7 +54,10 @@ def weight_operands(
     if not emulated:
         # Otherwise XLA might load all experts into VMEM in advance, where these are small.
         operands = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in operands]
-    specs = [pl.BlockSpec((1, 2, *gate_up_shape), gate_up), pl.BlockSpec((1, *down_shape), down)]
+    specs = [
+        pl.BlockSpec((1, blocks.num_halves, *gate_up_shape), gate_up),
+        pl.BlockSpec((1, *down_shape), down),
+    ]
     if weights.gate_up_bias is not None:
         operands.append(weights.gate_up_bias)
 
@@ -62,7 +65,7 @@ def weight_operands(
             expert, block = inner(*where)
             return expert, 0, block
 
-        specs.append(pl.BlockSpec((1, 2, blocks.inner), gate_up_bias))
+        specs.append(pl.BlockSpec((1, blocks.num_halves, blocks.inner), gate_up_bias))
     if weights.down_bias is not None:
         operands.append(weights.down_bias[:, None])
 
@@ -82,10 +85,12 @@ def intermediate(
     rows: jax.Array, gate_up: Ref, bias: Ref | None, *, config: ExpertsConfig, blocks: Blocks
 ) -> jax.Array:
     """The intermediate values of a block, for these rows."""
-    gate, up = (_dot(rows, gate_up[0, half], blocks.turns_gate_up) for half in (0, 1))
+    halves = [
+        _dot(rows, gate_up[0, half], blocks.turns_gate_up) for half in range(blocks.num_halves)
+    ]
     if bias is not None:
-        gate, up = (x + bias[0, pl.ds(half, 1)] for half, x in enumerate((gate, up)))
-    return activate(gate, up, config).astype(rows.dtype)
+        halves = [x + bias[0, pl.ds(half, 1)] for half, x in enumerate(halves)]
+    return between(halves, config).astype(rows.dtype)
 
 
 def outputs(inner: jax.Array, down: Ref, bias: Ref | None, *, blocks: Blocks) -> jax.Array:

@@ -65,9 +65,9 @@ def run_few(
             vmem_limit_bytes=few_vmem_bytes(blocks, num_tokens, num_choices, x.dtype),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=6 * most * num_tokens * blocks.size * blocks.hidden_size,
+            flops=most * blocks.flops(num_tokens),
             transcendentals=most * num_tokens * blocks.size,
-            bytes_accessed=3 * most * blocks.size * blocks.hidden_size * x.dtype.itemsize,
+            bytes_accessed=most * blocks.flops(1) // 2 * x.dtype.itemsize,
         ),
         interpret=interpret,
         name="experts_few",

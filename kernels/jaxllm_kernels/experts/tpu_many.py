@@ -85,7 +85,7 @@ def run_many(
             vmem_limit_bytes=sizes.vmem_bytes(blocks, num_tokens, dtype),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=6 * num_choices * blocks.size * blocks.hidden_size,
+            flops=blocks.flops(num_choices),
             transcendentals=num_choices * blocks.size,
             bytes_accessed=sum(array.nbytes for array in weights.arrays) + 3 * x.nbytes,
         ),

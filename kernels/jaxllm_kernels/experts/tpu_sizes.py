@@ -32,6 +32,7 @@ class Blocks:
     """How a kernel walks over the weights of an expert: first blocks of intermediate values, of
     gate and up together, then blocks of outputs. The last block of each may be shorter."""
 
+    num_halves: int  # 2: gate and up; 1: up alone
     size: int  # F
     hidden_size: int  # D
     inner: int  # intermediate values of a block
@@ -65,16 +66,24 @@ class Blocks:
         Biases are small."""
         gate_up = _matrix_bytes(self.inner, self.hidden_size, self.turns_gate_up, dtype)
         down = _matrix_bytes(self.outer, self.size, self.turns_down, dtype)
-        biases = padded_bytes((2, self.inner), dtype) + padded_bytes((1, self.outer), dtype)
-        return 2 * (2 * gate_up + down + biases) + _RESERVE
+        halves = self.num_halves
+        biases = padded_bytes((halves, self.inner), dtype) + padded_bytes((1, self.outer), dtype)
+        return 2 * (halves * gate_up + down + biases) + _RESERVE
+
+    def flops(self, num_rows: int) -> int:
+        """The operations of an expert's products with so many rows."""
+        return 2 * (self.num_halves + 1) * num_rows * self.size * self.hidden_size
 
 
-def choose_blocks(size: int, hidden_size: int, dtype: DTypeLike, block_bytes: int) -> Blocks:
+def choose_blocks(
+    num_halves: int, size: int, hidden_size: int, dtype: DTypeLike, block_bytes: int
+) -> Blocks:
     itemsize = jnp.dtype(dtype).itemsize
     return Blocks(
+        num_halves=num_halves,
         size=size,
         hidden_size=hidden_size,
-        inner=_block(size, 2 * hidden_size * itemsize, block_bytes),
+        inner=_block(size, num_halves * hidden_size * itemsize, block_bytes),
         outer=_block(hidden_size, size * itemsize, block_bytes),
         turns_gate_up=_is_turned(size, hidden_size),
         turns_down=_is_turned(hidden_size, size),
@@ -159,11 +168,17 @@ def few_tokens(chip: Chip) -> int:
 
 
 def choose_few(
-    num_tokens: int, num_choices: int, size: int, hidden_size: int, dtype: DTypeLike, chip: Chip
+    num_tokens: int,
+    num_choices: int,
+    num_halves: int,
+    size: int,
+    hidden_size: int,
+    dtype: DTypeLike,
+    chip: Chip,
 ) -> Blocks:
     """The largest blocks with which the kernel for few tokens fits into a core's memory."""
     for block_bytes in _BLOCK_BYTES:
-        blocks = choose_blocks(size, hidden_size, dtype, block_bytes)
+        blocks = choose_blocks(num_halves, size, hidden_size, dtype, block_bytes)
         if few_vmem_bytes(blocks, num_tokens, num_choices, dtype) <= vmem_budget(chip):
             return blocks
     raise _too_large(size, hidden_size, chip)
@@ -173,6 +188,7 @@ def choose_many(
     num_tokens: int,
     num_choices: int,
     num_experts: int,
+    num_halves: int,
     size: int,
     hidden_size: int,
     dtype: DTypeLike,
@@ -187,7 +203,7 @@ def choose_many(
         tile_rows = 128 if tokens * num_choices <= 64 * num_experts else 256
         for item_rows, block_bytes in itertools.product((512, 256), _BLOCK_BYTES):
             sizes = many_sizes(hidden_size, dtype, item_rows=item_rows, tile_rows=tile_rows)
-            blocks = choose_blocks(size, hidden_size, dtype, block_bytes)
+            blocks = choose_blocks(num_halves, size, hidden_size, dtype, block_bytes)
             if sizes.vmem_bytes(blocks, tokens, dtype) <= vmem_budget(chip):
                 return tokens, sizes, blocks
     raise _too_large(size, hidden_size, chip)

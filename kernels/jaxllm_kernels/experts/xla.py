@@ -89,7 +89,7 @@ class XlaExperts:
         gate_up = self._product(rows, both)
         if weights.gate_up_bias is not None:
             gate_up = gate_up + weights.gate_up_bias.reshape(-1).astype(jnp.float32)
-        halves = jnp.split(gate_up, 2 if config.is_gated else 1, axis=-1)
+        halves = jnp.split(gate_up, config.num_halves, axis=-1)
         inner = between(halves, config).astype(rows.dtype)
         output = self._product(inner, weights.down)
         if weights.down_bias is not None:
