@@ -35,8 +35,9 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   const Matrices first =
       make(gate_up, gate_up_scales, gate_up_offsets, size, hidden_size, groups[3]);
   const Matrices second = make(down, down_scales, down_offsets, hidden_size, size, down_groups[2]);
-  if (x.dimensions()[1] != hidden_size || groups[1] < 1 || groups[1] > 2 || down_groups[0] != num_experts ||
-      !first.IsSupported() || !second.IsSupported() || size % kLanes || hidden_size % kLanes ||
+  if (x.dimensions()[1] != hidden_size || groups[1] < 1 || groups[1] > 2 ||
+      down_groups[0] != num_experts || !first.IsSupported() || !second.IsSupported() ||
+      size % kLanes || hidden_size % kLanes ||
       int64_t(gate_up.size_bytes()) != groups[1] * num_experts * first.num_bytes() ||
       int64_t(down.size_bytes()) != num_experts * second.num_bytes())
     return ffi::Error::InvalidArgument("the sizes do not fit");

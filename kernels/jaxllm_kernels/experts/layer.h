@@ -111,7 +111,8 @@ std::vector<Tile> Layer<Kind, Matrices>::Tiles(int64_t num_threads) const {
 template <typename Matrices, typename Work>
 void ForEachPart(Range rows, Range outputs, int64_t scratch, const Work& work) {
   const int64_t num_rows = rows.end - rows.begin;
-  const int64_t panel = std::min(Cut(num_rows, kPanelRows, Matrices::ProductOfRows::kBlockRows), num_rows);
+  const int64_t panel =
+      std::min(Cut(num_rows, kPanelRows, Matrices::ProductOfRows::kBlockRows), num_rows);
   const int64_t step = std::max<int64_t>(1, scratch / panel / kGrain<Matrices>) * kGrain<Matrices>;
   for (int64_t row = rows.begin; row < rows.end; row += panel)
     for (int64_t output = outputs.begin; output < outputs.end; output += step)
@@ -122,7 +123,8 @@ void ForEachPart(Range rows, Range outputs, int64_t scratch, const Work& work) {
 template <typename Kind, typename Matrices>
 void Layer<Kind, Matrices>::Activate(const RowsOfX& rows_of_x, const Tile& tile) const {
   thread_local std::vector<float> scratch;
-  const Element* bias = gate_up_bias ? gate_up_bias + tile.expert.number * num_halves * size : nullptr;
+  const Element* bias =
+      gate_up_bias ? gate_up_bias + tile.expert.number * num_halves * size : nullptr;
   const Range all{tile.expert.begin, tile.expert.end};
   ForEachPart<Matrices>(all, tile.outputs, kScratch / 2, [&](Range rows, Range outputs) {
     const int64_t num_rows = rows.end - rows.begin, num_outputs = outputs.end - outputs.begin;
@@ -206,10 +208,11 @@ struct Operands {
   xla::ffi::ResultBuffer<kType, 2> inner;
 };
 
-// Compute a layer. The sizes fit. There are gate and up, or `num_halves` is 1 and there is up alone.
+// Compute a layer. The sizes fit. There are gate and up, or up alone, where `num_halves` is 1.
 template <typename Kind, xla::ffi::DataType kType, typename Matrices>
 void RunLayer(xla::ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_experts,
-              int64_t num_halves, const Matrices& gate_up, const Matrices& down, Activation activation) {
+              int64_t num_halves, const Matrices& gate_up, const Matrices& down,
+              Activation activation) {
   using Element = typename Kind::Element;
   auto elements = [](const auto& buffer) -> const Element* {
     return buffer.element_count() ? static_cast<const Element*>(buffer.untyped_data()) : nullptr;

@@ -21,7 +21,8 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   const auto sizes = down.dimensions();
   const int64_t hidden_size = sizes[1], size = sizes[2];
   const int64_t num_halves = gate_up.dimensions()[1];
-  if (x.dimensions()[1] != hidden_size || num_halves < 1 || num_halves > 2 || hidden_size % Kind::kStep || size % Kind::kStep)
+  if (x.dimensions()[1] != hidden_size || num_halves < 1 || num_halves > 2 ||
+      hidden_size % Kind::kStep || size % Kind::kStep)
     return ffi::Error::InvalidArgument("the inner sizes do not fit");
   using Matrices = ElementMatrices<Kind>;
   const Matrices matrices[] = {
