@@ -11,7 +11,7 @@ for the file again.
 """
 
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,14 +23,13 @@ from jaxllm.executor.wire import (
     FromLeader,
     Move,
 )
+from jaxllm.offload.block_files import Key
 from jaxllm.offload.mover import BlockMover
 from jaxllm.scheduler.schedule import Arrival, BlockMoves
 
 # How long rank 0 waits for blocks when there is nothing else to do, and, where it waits for its own
 # thread, before it checks whether the other ranks live.
 _MOMENT_S = 0.05
-
-Key = tuple[int, bytes]  # cache group, content
 
 
 class Reports(Protocol):
@@ -60,6 +59,13 @@ def report_of(rank: int, replica: int, arrivals: Sequence[Arrival]) -> Arrived |
         return None
     failed = [(its.group, its.content) for its in arrivals if not its.ok]
     return Arrived(rank, replica, arrivals[0].number, failed)
+
+
+def files_report_of(rank: int, replica: int, changes: Mapping[Key, bool]) -> FilesChanged:
+    """What a rank reports of its files: whether blocks have one now."""
+    gained = [key for key, has_file in changes.items() if has_file]
+    lost = [key for key, has_file in changes.items() if not has_file]
+    return FilesChanged(rank, replica, gained, lost)
 
 
 class MoverOverHosts:

@@ -48,6 +48,7 @@ class BlockFiles:
         self._max_bytes = max_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # all files; the last used last
         self._num_bytes = 0
+        self._unread: set[str] = set()  # those found at the start that nobody has read
         self._barred: Counter[str] = Counter()  # names, until their files are removed
         self._changes: dict[Key, bool] | None = None  # whether there is a file now
         # Processes on several hosts, whose numbers may be equal, may share the directory.
@@ -99,6 +100,10 @@ class BlockFiles:
     def write(self, group: int, content: bytes, parts: Sequence[np.ndarray]) -> None:
         """Write a block, unless there is a file of it. Failures are logged once."""
         name = self._name(group, content)
+        if name in self._unread:
+            # It was computed again, so that another rank may lack it. What was forgotten there,
+            # and not removed here before this process was killed, must not be read beside it.
+            self._drop(name)
         if name in self._sizes:
             self._use(name)
             return
@@ -129,7 +134,7 @@ class BlockFiles:
         was written."""
         name = self._name(group, content)
         if name not in self._sizes:
-            return False  # a file there would be one that could not be removed
+            return False  # a file of this name was dropped, and could not be removed
         length = sum(part.nbytes for part in parts)
         head = self._head(group, content, length)
         try:
@@ -156,6 +161,7 @@ class BlockFiles:
         for part in parts:
             _bytes_of(part)[:] = np.frombuffer(view[first : first + part.nbytes], np.uint8)
             first += part.nbytes
+        self._unread.discard(name)
         self._use(name)
         return True
 
@@ -203,6 +209,7 @@ class BlockFiles:
         for _, name, size in sorted(found):
             self._sizes[name] = size
             self._num_bytes += size
+        self._unread.update(self._sizes)
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -217,6 +224,7 @@ class BlockFiles:
     def _drop(self, name: str) -> None:
         if (size := self._sizes.pop(name, None)) is not None:
             self._num_bytes -= size
+            self._unread.discard(name)
             self._note(name, has_file=False)
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()
