@@ -35,10 +35,9 @@ from jaxllm.executor.wire import (
 )
 from jaxllm.logging import init_logger
 from jaxllm.lora.shelf import Fetched
-from jaxllm.offload.block_files import Key
 from jaxllm.parallel.distributed import broadcast
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Arrival
+from jaxllm.scheduler.schedule import Arrival, BlockKey
 
 logger = init_logger(__name__)
 
@@ -151,7 +150,7 @@ class _Follower:
         if (report := report_of(self._rank, replica, arrivals)) is not None:
             self._link.send(encode(report))
 
-    def _report_files(self, replica: int, changes: dict[Key, bool]) -> None:
+    def _report_files(self, replica: int, changes: dict[BlockKey, bool]) -> None:
         self._link.send(encode(files_report_of(self._rank, replica, changes)))
 
     def _report_fetched(self, replica: int, fetched: Fetched) -> None:

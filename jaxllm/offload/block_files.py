@@ -24,10 +24,9 @@ import numpy as np
 
 from jaxllm.errors import refused
 from jaxllm.logging import init_logger
+from jaxllm.scheduler.schedule import BlockKey
 
 logger = init_logger(__name__)
-
-Key = tuple[int, bytes]  # of a block: its cache group, and the hash of its content
 
 _MAGIC = b"jaxllm KV block 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -50,7 +49,7 @@ class BlockFiles:
         self._num_bytes = 0
         self._unread: set[str] = set()  # those found at the start that nobody has read
         self._barred: Counter[str] = Counter()  # names, until their files are removed
-        self._changes: dict[Key, bool] | None = None  # whether there is a file now
+        self._changes: dict[BlockKey, bool] | None = None  # whether there is a file now
         # Processes on several hosts, whose numbers may be equal, may share the directory.
         self._temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
         self._lock = threading.Lock()
@@ -77,12 +76,12 @@ class BlockFiles:
             if not self._barred[name]:
                 del self._barred[name]
 
-    def follow(self) -> list[Key]:
+    def follow(self) -> list[BlockKey]:
         """Return the blocks that have files. From now on changes are noted."""
         self._changes = {}
         return [key for name in self._sizes if (key := self._key(name)) is not None]
 
-    def take_changes(self) -> dict[Key, bool]:
+    def take_changes(self) -> dict[BlockKey, bool]:
         """Return the blocks that have got or lost their files since the last call, and whether
         they have them now."""
         changes = self._changes
@@ -168,7 +167,7 @@ class BlockFiles:
     def _name(self, group: int, content: bytes) -> str:
         return f"{self._own}-{content.hex()}-{group}{_SUFFIX}"
 
-    def _key(self, name: str) -> Key | None:
+    def _key(self, name: str) -> BlockKey | None:
         """The block of a file of this identity."""
         its, *rest = name.removesuffix(_SUFFIX).split("-")
         if its != self._own or len(rest) != 2:
