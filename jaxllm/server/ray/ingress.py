@@ -198,9 +198,9 @@ class Models:
             asking = (one.finds_adapter(name) for one in self._models)
             found = await asyncio.gather(*asking, return_exceptions=True)
             if True not in found:
-                # A model that cannot say it now may have it.
-                for error in filter(lambda one: isinstance(one, BaseException), found):
-                    raise error from None
+                for error in found:
+                    if isinstance(error, BaseException):  # that model may have it
+                        raise error from None
                 raise
         return self.named(name)
 
