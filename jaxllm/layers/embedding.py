@@ -31,7 +31,9 @@ class Embedding(Product):
         """Make the table. A sharded table is padded: all shards have the same number of rows, a
         multiple of a vector register's lanes. On TPUs XLA keeps a table of so many rows by columns
         if the row is no multiple of the lanes, since that pads less, and copies all of it before it
-        looks rows up. So the rows of a table that only looks up are padded, too."""
+        looks rows up. So the rows of a table that only looks up are padded, too. The rows of a
+        tied table are not: the head would read the padding in each step. A table on one device is
+        not padded."""
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         rows, columns = vocab_size, hidden_size
         if num_shards > 1:

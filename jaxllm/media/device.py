@@ -150,3 +150,13 @@ def in_runs(encodings: Iterable[Encoding], sizes: Sequence[int]) -> Iterator[lis
         num_patches += its
     if run:
         yield run
+
+
+def most_patches(sizes: Sequence[int], *, max_patches: int, max_images: int) -> int:
+    """The most patches, with padding, of the programs of all runs before a step. Its images have
+    so many patches, since the pool holds all of them, and each has a token in the step."""
+    # A run and the first image of the next one have more patches than the largest program, or the
+    # run has as many images as it may; or it is the last.
+    num_runs = 2 * max_patches // sizes[-1] + max_images // _MAX_IMAGES + 1
+    # A program has less than twice the patches of its run, rounded up, or is the smallest.
+    return 2 * max_patches + num_runs * sizes[0]

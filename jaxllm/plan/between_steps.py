@@ -110,7 +110,8 @@ class StepSizes:
             of_step += self._pooled(rows, tokens) if self.pooling else self._sampled(mesh)
             of_step += sum(map(device_bytes, jax.tree.leaves(kept)))
         # The first stage of a pipeline has copies of the last one's tokens.
-        copies = (self.num_stages + 2) * self.num_slots if self.num_stages > 1 else 0
+        has_copies = part.embeds and self.num_stages > 1
+        copies = (self.num_stages + 2) * self.num_slots if has_copies else 0
         return (1 + self.num_stages) * of_step + _NUMBER * copies
 
     def _drafting(self) -> int:

@@ -10,7 +10,7 @@ from jaxllm.plan.stages import StagePlan
 
 # With it, a prompt of some hundred tokens is found again, and a long answer is rarely copied.
 _STRIDE = 512
-# The share of the memory that is free beside weights and states.
+# The share of the memory that is free beside weights, states and what steps leave.
 _SHARE = 0.1
 # More for each request are rarely of use.
 _MOST_PER_REQUEST = 2
@@ -47,6 +47,7 @@ def choose_snapshots(
             free_bytes(asked, own_device(stage.mesh.devices.flat), num_devices)
             - stage.weights_bytes
             - stage.states_bytes
+            - stage.between.num_bytes
             for stage in stages
         )
         # A power of two, so that the next start, which may find a little more or less free memory,

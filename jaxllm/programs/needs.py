@@ -3,13 +3,22 @@
 from collections.abc import Hashable, Mapping
 
 import jax
+from jaxllm_kernels.common import cdiv
 
+from jaxllm.media.device import most_patches
 from jaxllm.parallel.sharding import device_bytes
 from jaxllm.plan.buckets import Bucket
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.programs.compile import Program
-from jaxllm.programs.declare import WRITE_EMBEDS, WRITE_SLOT, BlocksKey, EncodeKey, LateKey
-from jaxllm.programs.drafting import ADMIT_DRAFTS, DRAFT_AHEAD
+from jaxllm.programs.declare import (
+    WRITE_ADAPTER,
+    WRITE_EMBEDS,
+    WRITE_SLOT,
+    BlocksKey,
+    EncodeKey,
+    LateKey,
+)
+from jaxllm.programs.drafting import ADMIT_DRAFTS, DRAFT_AHEAD, ReadKey
 
 
 def needed_bytes(
@@ -40,16 +49,24 @@ def uploaded_bytes(plan: EnginePlan, programs: Mapping[Hashable, Program]) -> in
     next one, and, for the next one, of all that programs write before it."""
     largest: dict[Hashable, int] = {}
     for key, program in programs.items():
-        kind = type(key) if isinstance(key, Bucket | LateKey | EncodeKey) else key
+        kind = type(key) if isinstance(key, Bucket | LateKey | EncodeKey | ReadKey) else key
         size = sum(map(device_bytes, jax.tree.leaves(_uploaded(key, program))))
         largest[kind] = max(largest.get(kind, 0), size)
-    # A step may admit a request to each slot, and write as many embeddings as it computes. Adapters
-    # wait for each other.
-    writes = {WRITE_SLOT: plan.max_num_seqs, ADMIT_DRAFTS: plan.max_num_seqs}
+    # A step may admit a request to each slot, each with an adapter that has no slot of the device
+    # yet, and write as many embeddings as it computes. No upload waits for the program before.
+    counts: dict[Hashable, int] = {WRITE_SLOT: plan.max_num_seqs, ADMIT_DRAFTS: plan.max_num_seqs}
+    if plan.adapters is not None:
+        counts[WRITE_ADAPTER] = min(plan.adapters.max_loras, plan.max_num_seqs)
     if (embeds := plan.embeds) is not None:
-        writes[WRITE_EMBEDS] = embeds.num_rows // embeds.rows_per_write
-    of_steps = {kind: 1 + len(plan.stages) for kind in (Bucket, LateKey, DRAFT_AHEAD)}
-    counts: dict[Hashable, int] = {**writes, **of_steps}
+        counts[WRITE_EMBEDS] = embeds.num_rows // embeds.rows_per_write
+    if (images := plan.images) is not None:
+        most = most_patches(
+            images.sizes,
+            max_patches=images.num_rows * images.spec.patches_per_token,
+            max_images=plan.max_num_batched_tokens,
+        )
+        counts[EncodeKey] = cdiv(most, images.sizes[-1])
+    counts |= dict.fromkeys((Bucket, LateKey, DRAFT_AHEAD), 1 + len(plan.stages))
     return sum(size * counts.get(kind, 1) for kind, size in largest.items())
 
 

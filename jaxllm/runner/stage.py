@@ -74,12 +74,10 @@ class Stage:
         return left
 
     def write_adapter(self, slot: int, one: Any) -> None:
-        """Put an adapter into a slot. Steps that were dispatched before still have the old one. The
-        adapter before has been written by then, so only one at a time is there twice."""
+        """Put an adapter into a slot. Steps that were dispatched before still have the old one."""
         adapters, self._adapters = self._adapters, None
         if adapters is None:
             adapters = self._programs[program_key(self._stage, MAKE_ADAPTERS)]()
-        jax.block_until_ready(adapters)
         program = self._programs[program_key(self._stage, WRITE_ADAPTER)]
         self._adapters = program(adapters, np.int32(slot), one)
 

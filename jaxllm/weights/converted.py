@@ -95,7 +95,8 @@ def _facts(parts: Parts) -> dict[str, Any]:
 
 def _describe(parameter: Parameter) -> list[Any]:
     """Shape, type, cut, and how what is in it was read: the order of codes, fused parts."""
-    made = repr((parameter.parts, parameter.rows, parameter.stored, parameter.constant))
+    of = parameter
+    made = repr((of.parts, of.rows, of.columns, of.stored, of.constant))
     return [
         list(parameter.shape),
         np.dtype(parameter.dtype).name,

@@ -110,7 +110,7 @@ class Parameter:
     axes: Axes
     parts: tuple[Part, ...]
     rows: int  # without padding
-    columns: int | None = None  # without padding; None: it has none, or a single axis
+    columns: int | None = None  # without padding; None: the shape has no columns of padding
     stored: Stored | None = None
     constant: float | None = None  # of all elements, in place of a checkpoint's; None: see `stored`
 

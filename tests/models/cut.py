@@ -1,6 +1,6 @@
-"""Models that are cut over devices: cases that have every part of a model together, which
-test_sharded.py makes sure of, and numbers of heads that are not powers of two. A sweep has the
-first case of every family.
+"""Models that are cut over devices: cases that together have every part of a model, and every form
+that checkpoints have for its weights, which test_sharded.py makes sure of, and numbers of heads
+that are not powers of two. A sweep has the first case of every family.
 
 The cases are those of golden.json. With four devices, kv heads are repeated. The models run in a
 process of their own, since JAX counts devices once; what they compute on one device is computed in
@@ -39,12 +39,13 @@ SIX_HEADS = {
     "olmo3-three-kv-heads": CASES[FIRST["olmo3"]]["config"] | _SIX | {"num_key_value_heads": 3},
     "olmo2-one-kv-head": _SIX | {"num_key_value_heads": 1},
 }
-# Every part of a model is in one of these.
+# Every part of a model is in one of these or above, and so is every form in which checkpoints have
+# weights that are cut.
 _ALWAYS = (
     "llama",
     "gemma2",
     "olmo",
-    "olmo2",
+    "glm4",
     "cohere",
     "gpt-neox",
     "gpt2",
@@ -66,6 +67,8 @@ _ALWAYS = (
     "nemotron-h",
     "nemotron-3-super-latent-biases-types",
     "kimi-linear-other-names-groups",
+    "stablelm",
+    "deepseek-v2-lite-plain-queries-mlp-biases",
 )
 # Name -> family, seed, config, prompt, and the numbers of devices: in turn two and four.
 CUT = {

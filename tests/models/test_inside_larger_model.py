@@ -86,6 +86,7 @@ def test_decoder_is_the_same_without_its_towers(case, layout, is_tied, tmp_path,
         layers=tuple(map(with_one_axis, inside.architecture.layers)),
     )
     assert architecture == plain.architecture
+    assert type(inside.abstract_model) is type(plain.abstract_model)
     jax.tree.map(np.testing.assert_array_equal, inside.weights, plain.weights)
 
 

@@ -1,9 +1,15 @@
-"""Every part of a model is among those that test_parity.py cuts over devices."""
+"""Every part of a model, and every form of its weights in checkpoints, is among those that
+test_parity.py cuts over devices."""
 
 import dataclasses
 
+import pytest
+
 from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import ModelRegistry
+from jaxllm.parallel.sharding import partition_spec
 from jaxllm.testing import tiny_config
+from jaxllm.weights.loader import parameters_of, sources_of
 from tests.models.cut import CASES, CUT
 
 
@@ -23,11 +29,31 @@ def parts_of(spec):
     return found
 
 
-def test_every_part_of_a_model_is_cut_in_some_case():
-    def parts(cases):
+def classes_of(source):
+    """The classes of a source and of those inside."""
+    values = [getattr(source, field.name) for field in dataclasses.fields(source)]
+    inside = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    its = {classes_of(one) for one in inside if dataclasses.is_dataclass(one)}
+    return type(source).__name__, frozenset(its)
+
+
+def forms_of(architecture):
+    """Of each array that is cut: what the checkpoint has, the axes, and whether parts are fused."""
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, "float32", 2)
+    parameters = parameters_of(model)
+    return {
+        (classes_of(source), parameters[name].axes, bool(parameters[name].parts))
+        for name, source in sources_of(parameters, model.checkpoint_map).items()
+        if any(partition_spec(parameters[name].axes))
+    }
+
+
+@pytest.mark.parametrize("found_in", [parts_of, forms_of])
+def test_each_part_of_a_model_and_each_form_of_weights_is_cut_in_some_case(found_in):
+    def found(cases):
         configs = (tiny_config(case["family"]) | case["config"] for case in cases)
         read = [read_architecture(config | {"dtype": "float32"}) for config in configs]
-        return {part for architecture in read for part in parts_of(architecture)}
+        return {one for architecture in read for one in found_in(architecture)}
 
-    missing = parts(CASES.values()) - parts(CUT.values())
+    missing = found(CASES.values()) - found(CUT.values())
     assert not missing

@@ -84,10 +84,12 @@ def test_each_byte_between_steps_is_counted(models, family, options):
             assert jax.tree.structure(left.kept) == jax.tree.structure(stage.between.kept)
         of_copies = 0
         if not stage.part.is_whole:
-            # Hidden states come in; and the last tokens go from the last stage to the first.
-            arriving = programs[largest].arguments[3]
-            of_step += 0 if stage.part.embeds else device_bytes(arriving)
-            of_copies = (len(plan.stages) + 2) * plan.max_num_seqs * 4
+            # Hidden states come in; at the first stage, copies of the last one's tokens.
+            arriving = device_bytes(programs[largest].arguments[3])
+            if stage.part.embeds:
+                of_copies = (len(plan.stages) + 2) * arriving
+            else:
+                of_step += arriving
         assert stage.between.steps_bytes == (1 + len(plan.stages)) * of_step + of_copies
 
 

@@ -57,6 +57,17 @@ def test_snapshots_are_counted_and_told(model):
     assert plan.stages[0].snapshot_shapes[0][1].shape == (3, 8, 16, 24)
 
 
+def test_snapshots_have_a_share_of_what_is_free_beside_all_others(model, monkeypatch):
+    (stage,) = make_plan(EngineArgs(model, **OPTIONS)).stages
+    beside = stage.weights_bytes + stage.states_bytes + stage.between.num_bytes
+    # A tenth of the rest has room for two, and with a byte less for one.
+    available = beside + 10 * 2 * 3 * (INPUTS + MATRICES)
+    for missing, count in ((0, 2), (10, 1)):
+        monkeypatch.setattr(memory, "_available_host_bytes", lambda its=available - missing: its)
+        plan = make_plan(EngineArgs(model, **OPTIONS))
+        assert plan.snapshots is not None and plan.snapshots.count == count
+
+
 @pytest.mark.parametrize(
     "options",
     [{"enable_prefix_caching": False}, {"num_state_snapshots": 0}],

@@ -1,5 +1,6 @@
 """Weights that are written as an engine holds them are those of the checkpoint."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,10 +10,11 @@ import pytest
 from jaxllm.cli.main import main
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ValidationError
+from jaxllm.parallel.sharding import Part
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 from jaxllm.weights import converted
-from jaxllm.weights.loader import load_parts
+from jaxllm.weights.loader import Parameter, load_parts
 from tests.profile import TINY
 
 FLAGS = ["--dtype", "float32", "--quantization", "int8", "--no-native-kernels"]
@@ -54,6 +56,14 @@ def test_what_is_read_is_what_the_checkpoint_gives(models):
 def test_other_options_are_refused_by_the_parameter(models, options, error):
     with pytest.raises(CheckpointError, match=error):
         converted.load(models[1], parts_of(models[1], load_format="orbax", **options))
+
+
+@pytest.mark.parametrize("change", [{"rows": 3}, {"columns": 3}, {"parts": (Part(4),)}])
+def test_what_is_padded_or_fused_otherwise_is_described_otherwise(change):
+    shape = {"shape": (4, 4), "dtype": np.dtype("float32"), "axes": (None, None)}
+    parameter = Parameter(**shape, parts=(), rows=4)
+    other = dataclasses.replace(parameter, **change)
+    assert converted._describe(parameter) != converted._describe(other)
 
 
 def test_other_devices_versions_and_damage_are_refused(models, tmp_path):

@@ -38,7 +38,7 @@ class ExpertsConfig:
 
     @property
     def num_halves(self) -> int:
-        """How many matrices come before that: gate and up, or up alone."""
+        """How many matrices multiply the expert's input: gate and up, or up alone."""
         return 2 if self.is_gated else 1
 
 
