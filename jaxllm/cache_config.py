@@ -80,7 +80,8 @@ class CacheConfig:
     )
     kv_offloading_path_size: float = option(
         16.0,
-        "GiB that the files of each rank may take there; the least recently used ones give way.",
+        "GiB that the files of each replica may take there, on each of its ranks; the least "
+        "recently used ones give way.",
     )
     kv_offloading_backend: Literal["native"] = option(
         "native", "Who keeps the blocks on the host; vLLM's name for its own."

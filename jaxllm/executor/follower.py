@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.executor.base import PendingResult
 from jaxllm.executor.layout import Layout, options_of
 from jaxllm.executor.link import Invitation, PeerLink
-from jaxllm.executor.mover_over_hosts import report_of
+from jaxllm.executor.mover_over_hosts import files_report_of, report_of
 from jaxllm.executor.reader import Reader, Reading
 from jaxllm.executor.wire import (
     AdapterFetched,
@@ -20,7 +20,6 @@ from jaxllm.executor.wire import (
     Failed,
     FetchAdapter,
     Figures,
-    FilesChanged,
     Fits,
     ForgetAdapter,
     ForgetBlock,
@@ -38,7 +37,7 @@ from jaxllm.logging import init_logger
 from jaxllm.lora.shelf import Fetched
 from jaxllm.parallel.distributed import broadcast
 from jaxllm.runner.model_runner import ModelRunner
-from jaxllm.scheduler.schedule import Arrival
+from jaxllm.scheduler.schedule import Arrival, BlockKey
 
 logger = init_logger(__name__)
 
@@ -94,7 +93,7 @@ class _Follower:
             elif isinstance(message, ForgetBlock):
                 self._runners[message.replica].mover().forget(message.group, message.content)
             elif isinstance(message, ForgetBlocks):
-                # Does not wait: its files are read in that order, and nothing else knows of them.
+                # Need not wait: the thread that removes the files is the one that reads them.
                 self._runners[message.replica].mover().begin_to_forget_all()
             elif isinstance(message, FetchAdapter):
                 self._runners[message.replica].shelf().fetch(message.adapter)
@@ -151,10 +150,8 @@ class _Follower:
         if (report := report_of(self._rank, replica, arrivals)) is not None:
             self._link.send(encode(report))
 
-    def _report_files(self, replica: int, changes: dict[tuple[int, bytes], bool]) -> None:
-        gained = [key for key, has_file in changes.items() if has_file]
-        lost = [key for key, has_file in changes.items() if not has_file]
-        self._link.send(encode(FilesChanged(self._rank, replica, gained, lost)))
+    def _report_files(self, replica: int, changes: dict[BlockKey, bool]) -> None:
+        self._link.send(encode(files_report_of(self._rank, replica, changes)))
 
     def _report_fetched(self, replica: int, fetched: Fetched) -> None:
         self._link.send(encode(AdapterFetched(self._rank, replica, fetched)))

@@ -11,7 +11,7 @@ for the file again.
 """
 
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,13 +24,11 @@ from jaxllm.executor.wire import (
     Move,
 )
 from jaxllm.offload.mover import BlockMover
-from jaxllm.scheduler.schedule import Arrival, BlockMoves
+from jaxllm.scheduler.schedule import Arrival, BlockKey, BlockMoves
 
 # How long rank 0 waits for blocks when there is nothing else to do, and, where it waits for its own
 # thread, before it checks whether the other ranks live.
 _MOMENT_S = 0.05
-
-Key = tuple[int, bytes]  # cache group, content
 
 
 class Reports(Protocol):
@@ -49,9 +47,9 @@ class Reports(Protocol):
 class _Awaited:
     """Moves that have not ended on some ranks."""
 
-    blocks: list[Key]  # that they bring to the host
+    blocks: list[BlockKey]  # that they bring to the host
     ranks: set[int]
-    failed: set[Key]  # on one rank at least
+    failed: set[BlockKey]  # on one rank at least
 
 
 def report_of(rank: int, replica: int, arrivals: Sequence[Arrival]) -> Arrived | None:
@@ -60,6 +58,13 @@ def report_of(rank: int, replica: int, arrivals: Sequence[Arrival]) -> Arrived |
         return None
     failed = [(its.group, its.content) for its in arrivals if not its.ok]
     return Arrived(rank, replica, arrivals[0].number, failed)
+
+
+def files_report_of(rank: int, replica: int, changes: Mapping[BlockKey, bool]) -> FilesChanged:
+    """What a rank reports of its files: whether blocks have one now."""
+    gained = [key for key, has_file in changes.items() if has_file]
+    lost = [key for key, has_file in changes.items() if not has_file]
+    return FilesChanged(rank, replica, gained, lost)
 
 
 class MoverOverHosts:
@@ -85,7 +90,7 @@ class MoverOverHosts:
         self._others = sum(1 << rank for rank in others)  # as bits
         self._awaited: dict[int, _Awaited] = {}  # by the number of the moves
         self._of_own: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
-        self._having: dict[Key, int] = {}  # bits of the other ranks that have files
+        self._having: dict[BlockKey, int] = {}  # bits of the other ranks that have files
         if own is not None:
             own.follow(self._note_own)
 

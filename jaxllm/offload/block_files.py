@@ -24,10 +24,9 @@ import numpy as np
 
 from jaxllm.errors import refused
 from jaxllm.logging import init_logger
+from jaxllm.scheduler.schedule import BlockKey
 
 logger = init_logger(__name__)
-
-Key = tuple[int, bytes]  # of a block: its cache group, and the hash of its content
 
 _MAGIC = b"jaxllm KV block 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -48,8 +47,9 @@ class BlockFiles:
         self._max_bytes = max_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # all files; the last used last
         self._num_bytes = 0
+        self._unread: set[str] = set()  # those found at the start that nobody has read
         self._barred: Counter[str] = Counter()  # names, until their files are removed
-        self._changes: dict[Key, bool] | None = None  # whether there is a file now
+        self._changes: dict[BlockKey, bool] | None = None  # whether there is a file now
         # Processes on several hosts, whose numbers may be equal, may share the directory.
         self._temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
         self._lock = threading.Lock()
@@ -76,12 +76,12 @@ class BlockFiles:
             if not self._barred[name]:
                 del self._barred[name]
 
-    def follow(self) -> list[Key]:
+    def follow(self) -> list[BlockKey]:
         """Return the blocks that have files. From now on changes are noted."""
         self._changes = {}
         return [key for name in self._sizes if (key := self._key(name)) is not None]
 
-    def take_changes(self) -> dict[Key, bool]:
+    def take_changes(self) -> dict[BlockKey, bool]:
         """Return the blocks that have got or lost their files since the last call, and whether
         they have them now."""
         changes = self._changes
@@ -99,6 +99,10 @@ class BlockFiles:
     def write(self, group: int, content: bytes, parts: Sequence[np.ndarray]) -> None:
         """Write a block, unless there is a file of it. Failures are logged once."""
         name = self._name(group, content)
+        if name in self._unread:
+            # It was computed again, so that another rank may lack it. What was forgotten there,
+            # and not removed here before this process was killed, must not be read beside it.
+            self._drop(name)
         if name in self._sizes:
             self._use(name)
             return
@@ -129,7 +133,7 @@ class BlockFiles:
         was written."""
         name = self._name(group, content)
         if name not in self._sizes:
-            return False  # a file there would be one that could not be removed
+            return False  # a file of this name was dropped, and could not be removed
         length = sum(part.nbytes for part in parts)
         head = self._head(group, content, length)
         try:
@@ -156,13 +160,14 @@ class BlockFiles:
         for part in parts:
             _bytes_of(part)[:] = np.frombuffer(view[first : first + part.nbytes], np.uint8)
             first += part.nbytes
+        self._unread.discard(name)
         self._use(name)
         return True
 
     def _name(self, group: int, content: bytes) -> str:
         return f"{self._own}-{content.hex()}-{group}{_SUFFIX}"
 
-    def _key(self, name: str) -> Key | None:
+    def _key(self, name: str) -> BlockKey | None:
         """The block of a file of this identity."""
         its, *rest = name.removesuffix(_SUFFIX).split("-")
         if its != self._own or len(rest) != 2:
@@ -203,6 +208,7 @@ class BlockFiles:
         for _, name, size in sorted(found):
             self._sizes[name] = size
             self._num_bytes += size
+        self._unread.update(self._sizes)
         self._make_room(0)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -217,6 +223,7 @@ class BlockFiles:
     def _drop(self, name: str) -> None:
         if (size := self._sizes.pop(name, None)) is not None:
             self._num_bytes -= size
+            self._unread.discard(name)
             self._note(name, has_file=False)
         with contextlib.suppress(OSError):
             (self._directory / name).unlink()

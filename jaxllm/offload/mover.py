@@ -24,13 +24,13 @@ import numpy as np
 
 from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
-from jaxllm.offload.block_files import BlockFiles, Key
+from jaxllm.offload.block_files import BlockFiles
 from jaxllm.offload.buffers import Buffer, blocks_per_call
 from jaxllm.offload.host_blocks import HostBlocks
 from jaxllm.offload.inventory import Inventory
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.stage import Stage
-from jaxllm.scheduler.schedule import Arrival, BlockMoves
+from jaxllm.scheduler.schedule import Arrival, BlockKey, BlockMoves
 
 logger = init_logger(__name__)
 
@@ -110,7 +110,7 @@ class BlockMover:
         self._work: queue.SimpleQueue[_Work | Callable[[], None] | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[list[Arrival]] = queue.SimpleQueue()
         self._tell: Callable[[list[Arrival]], None] = self._arrivals.put
-        self._tell_files: Callable[[dict[Key, bool]], None] = lambda changes: None
+        self._tell_files: Callable[[dict[BlockKey, bool]], None] = lambda changes: None
         # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
         self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._num_pending = 0  # sent, and not taken as arrivals
@@ -138,7 +138,7 @@ class BlockMover:
         `arrived`. Nothing may have been sent."""
         self._tell = tell
 
-    def follow_files(self, tell: Callable[[dict[Key, bool]], None]) -> list[Key]:
+    def follow_files(self, tell: Callable[[dict[BlockKey, bool]], None]) -> list[BlockKey]:
         """Return the blocks that have files. From now on report from the mover's thread which
         others get or lose theirs, and before an arrival that could not be read. Nothing may have
         been sent."""

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import refused
@@ -21,6 +22,7 @@ from jaxllm.openai.errors import UnavailableError
 logger = init_logger(__name__)
 
 _MAX_NAME_CHARS = 512
+_LONGEST_S = 600.0
 
 
 class UsersResolver:
@@ -73,15 +75,20 @@ class UsersResolver:
         task = self._asking.get(name)
         if task is None:
             task = self._asking[name] = asyncio.create_task(self._ask(name))
-            task.add_done_callback(lambda _: self._asking.pop(name))
+            task.add_done_callback(partial(self._end, name))
         try:
             # Others may wait for it, so that it goes on without this request.
-            adapter = await asyncio.wait_for(asyncio.shield(task), timeout)
+            adapter = await asyncio.wait_for(asyncio.shield(task), timeout or _LONGEST_S)
         except TimeoutError:
             raise UnavailableError(
                 f"model={name!r:.80}: it is still being looked up; try again"
             ) from None
         return adapter is not None
+
+    def _end(self, name: str, task: asyncio.Task[Any]) -> None:
+        del self._asking[name]
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
 
     async def _ask(self, name: str) -> LoRARequest | None:
         try:
@@ -101,7 +108,7 @@ class UsersResolver:
             raise TypeError(f"resolve_lora returned {found!r:.200}, and no LoRARequest")
         if found.lora_name != name:
             raise ValueError(f"resolve_lora returned the adapter {found.lora_name!r:.200}")
-        path = os.path.abspath(found.lora_path)
+        path = os.path.abspath(os.path.expanduser(found.lora_path))
         if not has_adapter(path):
             raise FileNotFoundError(f"there is no adapter_config.json in {path}")
         # All frontends give the name this number; the user's may be that of another adapter.

@@ -94,6 +94,10 @@ class BlockMoves:
     takes: list[tuple[int, int, bytes, BlockSource]] = field(default_factory=list)
 
 
+# What a block of KV is known by: its cache group, and the hash of its content.
+BlockKey = tuple[int, bytes]
+
+
 class Arrival(NamedTuple):
     """A content that is on the host now, or has failed to come."""
 

@@ -7,6 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.openai.wire import OPENAI, Wire
 from jaxllm.server.body import decode_json, read_body
+from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, error_response, json_response, respond
 from jaxllm.server.service import Service
 
@@ -30,7 +31,8 @@ class JSONEndpoint:
                 decode = partial(decode_json, body, service.options.max_json_depth)
                 value = await service.engine.in_tokenizer_thread(decode, len(body))
                 answer = partial(self._answer, value, len(body))
-                response = json_response(await service.with_adapter(answer))
+                found = await while_connected(receive, service.with_adapter(answer))
+                response = json_response(found)
         except Disconnected:
             return
         except Exception as error:

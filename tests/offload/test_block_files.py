@@ -45,6 +45,20 @@ def test_a_block_survives_its_process(directory):
     assert not files.has(0, content(1)) and read(files, content=content(1)) is None
 
 
+def test_a_block_that_is_computed_again_replaces_a_file_that_nobody_has_read(directory):
+    open_files(directory).write(0, CONTENT, PARTS)
+    others = [part + 1 for part in PARTS]
+    again = open_files(directory)
+    again.write(0, CONTENT, others)
+    assert again.has(0, CONTENT)
+    for files in (again, open_files(directory)):
+        for got, wanted in zip(read(files), others, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    # What was written or read here is what is there.
+    files.write(0, CONTENT, PARTS)
+    np.testing.assert_array_equal(read(files)[0], others[0])
+
+
 @pytest.mark.parametrize("change", ["a bit", "its end", "all", "more"])
 def test_a_damaged_file_is_a_miss(directory, change):
     open_files(directory).write(0, CONTENT, PARTS)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.executor.mover_over_hosts import MoverOverHosts, report_of
+from jaxllm.executor.mover_over_hosts import MoverOverHosts, files_report_of, report_of
 from jaxllm.executor.wire import (
     Arrived,
     FilesChanged,
@@ -108,14 +108,7 @@ class Rank:
         if rank:
             self.mover.follow(lambda arrivals: report(report_of(rank, 0, arrivals)))
             found = self.mover.follow_files(
-                lambda changes: report(
-                    FilesChanged(
-                        rank,
-                        0,
-                        [key for key, has_file in changes.items() if has_file],
-                        [key for key, has_file in changes.items() if not has_file],
-                    )
-                )
+                lambda changes: report(files_report_of(rank, 0, changes))
             )
             report(FilesChanged(rank, 0, found, []))
             self.thread.start()

@@ -161,11 +161,14 @@ def test_an_adapter_of_a_users_resolver_belongs_to_the_model_of_the_resolver(mon
 
         def __init__(self, name):
             self.name, self.known = name, set()
+            self.error = None
 
         def find(self, name):
             return name if name in self.known else None
 
         async def ask(self, name, timeout):
+            if self.error is not None:
+                raise self.error
             self.known |= {name} & {self.name}
             return name in self.known
 
@@ -181,6 +184,13 @@ def test_an_adapter_of_a_users_resolver_belongs_to_the_model_of_the_resolver(mon
             )
         assert [await models.found(name) for name in ("of b", "of a")] == hosted[::-1]
         with pytest.raises(NotFoundError, match="'of c' is not served here"):
+            await models.found("of c")
+        # A resolver that fails harms no adapter that another model has.
+        for place in hosted:
+            place.service.served.adapters.known.clear()
+        hosted[0].service.served.adapters.error = UnavailableError("it cannot say")
+        assert await models.found("of b") is hosted[1]
+        with pytest.raises(UnavailableError, match="it cannot say"):
             await models.found("of c")
 
     asyncio.run(check())

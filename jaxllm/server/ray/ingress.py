@@ -30,6 +30,7 @@ from jaxllm.server import status
 from jaxllm.server.app import assemble, does_not_pool
 from jaxllm.server.auth import Keys, read_keys
 from jaxllm.server.body import BodyLimits, read_body
+from jaxllm.server.disconnect import while_connected
 from jaxllm.server.endpoint import Endpoint
 from jaxllm.server.endpoints import for_users, offered
 from jaxllm.server.errors import Disconnected, error_response, json_response, respond
@@ -106,9 +107,9 @@ class HostedModel:
             self.service = service
 
     def has_adapter(self, name: str) -> bool:
-        if self.resolver.resolve(name) is not None:
-            return True
-        return self.service is not None and self.service.served.adapters.find(name) is not None
+        if self.service is None:
+            return self.resolver.resolve(name) is not None
+        return self.service.served.adapters.find(name) is not None
 
     async def finds_adapter(self, name: str) -> bool:
         """Whether the user's resolver of this model, if it has one, finds an adapter."""
@@ -194,7 +195,12 @@ class Models:
             return self.named(name)
         except NotFoundError:
             assert name is not None
-            if not any(await asyncio.gather(*(one.finds_adapter(name) for one in self._models))):
+            asking = (one.finds_adapter(name) for one in self._models)
+            found = await asyncio.gather(*asking, return_exceptions=True)
+            if True not in found:
+                for error in found:
+                    if isinstance(error, BaseException):  # that model may have it
+                        raise error from None
                 raise
         return self.named(name)
 
@@ -331,7 +337,8 @@ class _ByModel:
         """Find what serves a request, for which its body is read. The caller keeps no body, since
         an answer may take minutes."""
         body = await read_body(scope, receive, self._models.body_limits, admit)
-        return (await self._model(body)).app(self._endpoint), _again(body, receive)
+        model = await while_connected(receive, self._model(body))
+        return model.app(self._endpoint), _again(body, receive)
 
     async def _model(self, body: bytes) -> HostedModel:
         try:
