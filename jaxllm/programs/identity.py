@@ -23,10 +23,12 @@ from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.speculative_config import Speculation
 
-# The fields of a plan that do not affect programs. Every other field does, also a new one.
+# The fields of a plan that do not affect programs, or follow from others, as `between` does. Every
+# other field does, also a new one.
 _NOT_IN_PROGRAMS = {
     "model_name", "model_dir", "load_format", "seed", "eos_token_ids", "default_sampling_params",
     "max_new_tokens", "compile_at_start", "program_bundle", "offload",
+    "between",
 }  # fmt: skip
 # XLA flags that change no program. JAX sets the last one on a TPU VM; the chip's compiler options
 # contain it everywhere.
