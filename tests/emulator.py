@@ -9,9 +9,10 @@ from operator import ge, le
 import numpy as np
 
 
-def call_python_quickly() -> None:
-    """From now on programs that call Python give it arrays of numpy, as they have them. JAX would
-    make arrays of its own of them, which the emulator takes apart again at once."""
+def improve_the_emulator() -> None:
+    """From now on programs that call Python give it arrays of numpy, as they have them: JAX would
+    make arrays of its own of them, which the emulator takes apart again at once. And races that
+    were found are there until the next reset: JAX would forget them when another kernel starts."""
     if not importlib.metadata.version("jax").startswith("0.10."):
         return  # the emulator of GPUs, which comes with 0.11, takes nothing but arrays of JAX
     from jax._src import callback as callbacks

@@ -146,8 +146,8 @@ class ServerOptions(ParserOptions):
     request_timeout: float | None = option(
         None,
         "Seconds after which an answer ends as it is, with finish_reason 'abort' and stop_reason "
-        "'timeout'. For no longer is an adapter looked up by --lora-resolver (there, "
-        "at most 600).",
+        "'timeout'. --lora-resolver has as long to find an adapter (by default 600), before the "
+        "request is refused.",
     )
     client_timeout: float = option(
         60.0,

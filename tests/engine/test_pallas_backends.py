@@ -16,11 +16,11 @@ from jaxllm.plan import buckets
 from jaxllm.programs.identity import identity_hash
 from jaxllm.runner import model_runner
 from jaxllm.testing import make_tiny_checkpoint
-from tests.emulator import call_python_quickly
+from tests.emulator import improve_the_emulator
 
 pytestmark = pytest.mark.slow
 
-call_python_quickly()
+improve_the_emulator()
 register_backend(TpuBackend(name="tpu_emulated", chip="v5e", interpret=True))
 register_backend(MosaicGpuBackend(name="gpu_emulated", num_workers=2, interpret=True))
 

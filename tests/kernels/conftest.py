@@ -14,10 +14,10 @@ from jaxllm_kernels.native import library as native_library
 from jaxllm_kernels.native.library import _FLAGS, KV_DTYPES, Library, load
 from jaxllm_kernels.platform import Chip, chip_of, processor
 
-from tests.emulator import call_python_quickly
+from tests.emulator import improve_the_emulator
 from tests.kernels.sass import tools_dir
 
-call_python_quickly()
+improve_the_emulator()
 if not why_no_mosaic_gpu():
     # The interpreter of GPUs imports it, after which JAX traces anew what it had traced before.
     import jax.experimental.pallas.tpu  # noqa: F401

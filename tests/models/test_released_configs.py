@@ -1,6 +1,7 @@
 """Config files with the fields of released models: all are known, and make models of their size.
 
-The factors of Phi's LongRoPE are not those of the releases, and towers are cut short.
+The factors of Phi's LongRoPE are not those of the releases, and towers are cut short. Granite 4.0 H
+Small has the fields of H Tiny with its own sizes.
 """
 
 import dataclasses

@@ -90,9 +90,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from jaxllm_kernels.ragged_paged_attention.api import register_backend
 from jaxllm_kernels.ragged_paged_attention.tpu import TpuBackend
 from jaxllm import LLM, SamplingParams
-from tests.emulator import call_python_quickly
+from tests.emulator import improve_the_emulator
 
-call_python_quickly()
+improve_the_emulator()
 heads = set()
 
 class Emulated(TpuBackend):
