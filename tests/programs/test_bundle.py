@@ -19,9 +19,11 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.config import EngineArgs
+from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.gpu_compiler import TIMED, UNTIMED
 from jaxllm.plan.make_plan import make_plan
+from jaxllm.plan.stages import StagePlan
 from jaxllm.programs import identity
 from jaxllm.programs.bundle import BundleError, BundleWriter, load_programs
 from jaxllm.programs.compile import compilation_counter
@@ -266,7 +268,8 @@ def test_what_changes_no_program_leaves_the_identity(change, model_dir, tmp_path
 
 
 def test_fields_that_are_left_out_of_the_identity_exist():
-    assert identity._NOT_IN_PROGRAMS <= {field.name for field in dataclasses.fields(EnginePlan)}
+    parts = (EnginePlan, StagePlan, DraftPlan)
+    assert identity._NOT_IN_PROGRAMS <= {f.name for part in parts for f in dataclasses.fields(part)}
 
 
 def test_what_is_traced_imports_nothing_that_is_left_out_of_the_identity():
