@@ -214,8 +214,6 @@ def _experts_on_gpu(
     are_whole = all(spec.has_whole_experts for spec in specs)
     kernels = MosaicExperts(num_devices=num_shards if are_whole else 1)
     try:
-        if not all(spec.activation.is_gated for spec in specs):
-            raise ValueError("it computes experts with gates only")
         for spec in specs:
             shards = 1 if spec.has_whole_experts else num_shards
             size = spec.input_size(hidden_size)

@@ -353,6 +353,9 @@ LAYERS = {
     "gpt-oss-20b": Layer(
         32, 4, 2880, 2880, ExpertsConfig(gate_slope=1.702, up_offset=1.0, limit=7.0), has_bias=True
     ),
+    "Nemotron-3-Nano": Layer(128, 6, 2688, 1856, ExpertsConfig(is_gated=False)),
+    # Both of its matrices have two halves of whole pieces.
+    "Nemotron-3-Super": Layer(512, 22, 1024, 2688, ExpertsConfig(is_gated=False)),
 }
 
 
@@ -364,10 +367,11 @@ def _compile_experts(layer: Layer, num_tokens: int):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     experts, hidden_size, size = layer.num_experts, layer.hidden_size, layer.size
+    halves = layer.config.num_halves
     weights = ExpertWeights(
-        abstract(experts, 2, size, hidden_size),
+        abstract(experts, halves, size, hidden_size),
         abstract(experts, hidden_size, size),
-        abstract(experts, 2, size) if layer.has_bias else None,
+        abstract(experts, halves, size) if layer.has_bias else None,
         abstract(experts, hidden_size) if layer.has_bias else None,
     )
     op = MosaicExperts()
@@ -396,6 +400,10 @@ def _compile_experts(layer: Layer, num_tokens: int):
         ("gpt-oss-20b", 8, 8, 1),
         # 2880 has 45 pieces, which two warpgroups cannot share.
         pytest.param("gpt-oss-20b", 1024, 128, 1, marks=pytest.mark.sweep),
+        # 1856 and half of 2688 are odd numbers of pieces.
+        ("Nemotron-3-Nano", 64, 8, 1),
+        pytest.param("Nemotron-3-Nano", 2048, 128, 1, marks=pytest.mark.sweep),
+        pytest.param("Nemotron-3-Super", 64, 8, 1, marks=pytest.mark.sweep),
     ],
 )
 def test_experts_compile(compile_printing, model, num_tokens, tile_rows, num_groups):
@@ -403,7 +411,8 @@ def test_experts_compile(compile_printing, model, num_tokens, tile_rows, num_gro
     compiled, log = compile_printing(lambda: _compile_experts(layer, num_tokens))
     hlo = compiled.as_text()
     kernels = Kernels.of(hlo, log)
-    assert kernels.spills == {"experts_gate_up": 0, "experts_down": 0}
+    first = "experts_gate_up" if layer.config.is_gated else "experts_up"
+    assert kernels.spills == {first: 0, "experts_down": 0}
     assert not kernels.is_serialized
     for name, instructions in kernels.code.items():
         assert matrix_shapes(instructions) == {f"64x{tile_rows}x16"}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.experts.api import ExpertsConfig
 from jaxllm_kernels.experts.cases import CASES, Case, operands, run_case
 from jaxllm_kernels.experts.gpu import MosaicExperts
 from jaxllm_kernels.experts.gpu_tiles import most_tiles, share_rows, sort_rows
@@ -42,7 +43,7 @@ def run(case, x, chosen, factors, weights):
     return np.asarray(_run(x, chosen, factors, weights, config=case.config))
 
 
-_FAST_CASES = {"clamped, with biases", "experts elsewhere, and padding"}
+_FAST_CASES = {"clamped, with biases", "experts elsewhere, and padding", "without gates"}
 
 
 @interpreted
@@ -51,7 +52,7 @@ _FAST_CASES = {"clamped, with biases", "experts elsewhere, and padding"}
     [
         name if name in _FAST_CASES else pytest.param(name, marks=pytest.mark.sweep)
         for name in CASES
-        if name not in ("wide", "all experts", "one choice", "without gates")
+        if name not in ("wide", "all experts", "one choice")
     ],
 )
 def test_small_cases_are_right(name):
@@ -64,6 +65,16 @@ def test_small_cases_are_right(name):
     [
         # Both halves of down at a time, several pieces of inputs, more items than workers.
         pytest.param({"num_tokens": 3, "size": 192, "hidden_size": 256}, marks=pytest.mark.sweep),
+        # The same of up alone.
+        pytest.param(
+            {
+                "num_tokens": 3,
+                "size": 256,
+                "config": ExpertsConfig(is_gated=False),
+                "has_bias": True,
+            },
+            marks=pytest.mark.sweep,
+        ),
         # Two compute warpgroups.
         {"num_tokens": 60, "num_experts": 2, "size": 128, "hidden_size": 256},
         # A tile of more rows than are stored at a time.
@@ -73,7 +84,7 @@ def test_small_cases_are_right(name):
             {"num_tokens": 150, "num_experts": 40, "num_choices": 1}, marks=pytest.mark.sweep
         ),
     ],
-    ids=["blocks", "warpgroups", "large_tiles", "groups"],
+    ids=["blocks", "halves_of_up", "warpgroups", "large_tiles", "groups"],
 )
 def test_shapes_are_right(changes):
     run_case(INTERPRETED, small(CASES["even"], **{"num_choices": 2, **changes}), "bfloat16")

@@ -108,9 +108,9 @@ def test_other_gpus_take_the_loop(model, caplog):
     assert "it runs on Hopper GPUs (compute capability 9.0), not on a100" in caplog.text
 
 
-def test_experts_without_gates_have_kernels_but_on_gpus(tmp_path, caplog):
+def test_experts_without_gates_have_kernels(tmp_path):
     path = make_tiny_checkpoint(tmp_path, "nemotron_h")
-    sizes = {"moe_latent_size": 96, "hidden_size": 80, "moe_intermediate_size": 64}
+    sizes = {"moe_latent_size": 64, "hidden_size": 80, "moe_intermediate_size": 64}
     args = EngineArgs(str(path), **OPTIONS, load_format="dummy", hf_overrides=sizes)
     plan = make_plan(args)
     # The vectors that experts compute with are others than hidden states.
@@ -119,4 +119,4 @@ def test_experts_without_gates_have_kernels_but_on_gpus(tmp_path, caplog):
         choose_experts(chip, NoLibrary("no CPU"), plan.architecture, 1, 64, "bfloat16").name
         for chip in (CHIPS["v6e"], H200)
     ]
-    assert chosen == ["tpu", "xla"] and "it computes experts with gates only" in caplog.text
+    assert chosen == ["tpu", "xla" if why_no_mosaic_gpu() else "mosaic_sm90"]

@@ -1,9 +1,9 @@
 """The experts on Hopper GPUs, in two Pallas Mosaic GPU kernels per layer.
 
-Both are products of rows with the matrices of their experts (`gpu_product`): gate and up with the
-activation, then down. What an expert has beside its product is in the kernel: biases, clamps, the
-activation. XLA arranges the rows (`gpu_tiles`), and adds up a token's outputs in the order of their
-experts.
+Both are products of rows with the matrices of their experts (`gpu_product`): gate and up, or up
+alone, with the activation, then down. What an expert has beside its product is in the kernel:
+biases, clamps, the activation. XLA arranges the rows (`gpu_tiles`), and adds up a token's outputs
+in the order of their experts.
 
 Up to 16 tokens need no arranging: every expert that any of them chose multiplies all of them, and
 what it computes for others is not read. More tokens are gathered, expert by expert.
@@ -17,15 +17,17 @@ D must be multiples of 64. Experts that stay whole, on one device or on several,
     | Qwen3-235B-A22B | 4096 |  1536 | 768, 384, 192                            |
     | Mixtral-8x7B    | 4096 | 14336 | 7168, 3584, 1792                         |
     | gpt-oss         | 2880 |  2880 | 1440, 720 and 360 are refused            |
+    | Nemotron 3 Nano | 2688 |  1856 | 928, 464 and 232 are refused             |
 
 What is refused takes XLA's form; expert parallelism has no such limit.
 
-Roofline: every chosen expert is read once, 3 x F x D elements, however many rows it has. Beside it
-are the rows: gathered, read for each 64 or 128 outputs from L2, and written in float32 once for
-each choice.
+Roofline: every chosen expert is read once, 3 x F x D elements or without a gate 2 x F x D, however
+many rows it has. Beside it are the rows: gathered, read for each 64 or 128 outputs from L2, and
+written in float32 once for each choice.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +37,7 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.coded import CodeForm
 from jaxllm_kernels.compat import gpu_interpret_params, why_no_mosaic_gpu
-from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, activate
+from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, between
 from jaxllm_kernels.experts.gpu_tiles import Tiles, share_rows, sort_rows
 from jaxllm_kernels.platform import Chip
 
@@ -150,36 +152,63 @@ class MosaicExperts:
                 **kind,
             )
 
+        def halves_of(
+            rows: jax.Array,
+            matrices: jax.Array,
+            bias: jax.Array | None,
+            finish: Callable[[Any], Any],
+            **kind: Any,
+        ) -> jax.Array:
+            """The outputs [rows, N] of matrices [E, N, K]: two halves of them at a time, where both
+            have whole pieces."""
+            num_experts, num_outputs, num_inputs = matrices.shape
+            parts = 2 if num_outputs % (2 * OUTPUTS) == 0 else 1
+            part_size = num_outputs // parts
+            multiply = product(
+                part_size,
+                finish=lambda products: [finish(half) for half in products],
+                num_finished=parts,
+                **kind,
+            )
+            outputs = multiply(
+                rows,
+                matrices.reshape(num_experts, parts, part_size, num_inputs),
+                None if bias is None else bias.reshape(num_experts, parts, part_size),
+                tiles.experts,
+                tiles.ends,
+            )
+            return outputs.reshape(-1, num_outputs)
+
         gate_up_weights, down_weights = weights.arrays
-        num_experts, hidden_size, size = down_weights.shape
-        gate_up = product(
-            size,
-            name="experts_gate_up",
-            finish=lambda parts: [activate(parts[0], parts[1], config)],
-            num_finished=1,
-            out_dtype=rows.dtype,
-            shares_rows=shares_rows,
-        )
-        inner = gate_up(rows, gate_up_weights, weights.gate_up_bias, tiles.experts, tiles.ends)
-        # Two halves of the outputs at a time, where both have whole pieces.
-        parts = 2 if hidden_size % (2 * OUTPUTS) == 0 else 1
-        part_size = hidden_size // parts
-        down = product(
-            part_size,
+        gate_up_bias = weights.gate_up_bias
+        size = down_weights.shape[2]
+        first: dict[str, Any] = dict(out_dtype=rows.dtype, shares_rows=shares_rows)
+        if config.is_gated:
+            gate_up = product(
+                size,
+                name="experts_gate_up",
+                finish=lambda halves: [between(halves, config)],
+                num_finished=1,
+                **first,
+            )
+            inner = gate_up(rows, gate_up_weights, gate_up_bias, tiles.experts, tiles.ends)
+        else:
+            inner = halves_of(
+                rows,
+                gate_up_weights.squeeze(1),
+                None if gate_up_bias is None else gate_up_bias.squeeze(1),
+                lambda half: between([half], config),
+                name="experts_up",
+                **first,
+            )
+        return halves_of(
+            inner.reshape(-1, size),
+            down_weights,
+            weights.down_bias,
+            lambda half: half,
             name="experts_down",
-            finish=lambda parts: parts,
-            num_finished=parts,
             out_dtype=jnp.float32,
         )
-        bias = weights.down_bias
-        outputs = down(
-            inner.reshape(-1, size),
-            down_weights.reshape(num_experts, parts, part_size, size),
-            None if bias is None else bias.reshape(num_experts, parts, part_size),
-            tiles.experts,
-            tiles.ends,
-        )
-        return outputs.reshape(-1, hidden_size)
 
 
 def _tile_rows(number: int) -> int:

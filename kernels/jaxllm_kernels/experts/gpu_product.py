@@ -2,13 +2,13 @@
 
 Rows lie in tiles of R, and all rows of a tile belong to one expert. So a tile needs no masks: what
 it has beyond the expert's rows is computed and never read. Both products of an expert are this
-kernel: gate and up with the activation, then down.
+kernel: gate and up, or up alone, with the activation, then down.
 
 The outputs of a matrix are the instruction's wide operand (64), rows are the narrow one (8 to 128):
 an expert of a decode has few rows. A matrix is given in parts, which an item computes at the same
-time: gate and up, or the halves of down. An item is a tile and, for each compute warpgroup, 64
-outputs of every part. The grid is persistent, and a worker takes every 132nd item. Adjacent items
-are tiles of the same outputs, so that an expert's tiles find its matrix in L2.
+time: gate and up, or the halves of one matrix. An item is a tile and, for each compute warpgroup,
+64 outputs of every part. The grid is persistent, and a worker takes every 132nd item. Adjacent
+items are tiles of the same outputs, so that an expert's tiles find its matrix in L2.
 
 A producer warpgroup fills a ring of stages with 64 inputs of an item's outputs and rows. It waits
 for free stages only, so the ring does not drain between items.
