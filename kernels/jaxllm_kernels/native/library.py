@@ -265,11 +265,15 @@ def _load(
     return library
 
 
+def sources() -> list[str]:
+    """The files that all parts are built of, in the order of the identity."""
+    return [*_HEADERS, *sorted({part.source for part in _PARTS})]
+
+
 def _identity(compiler: str) -> str:
     """A hash of everything that determines what is built for each dtype."""
-    sources = sorted({part.source for part in _PARTS})
     facts = (
-        *((_ROOT / name).read_text() for name in (*_HEADERS, *sources)),
+        *((_ROOT / name).read_text() for name in sources()),
         *_FLAGS,
         _run(compiler, "--version"),
         importlib.metadata.version("jaxlib"),
