@@ -85,7 +85,10 @@ _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
 _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
 _SAMPLER = _Part(
-    "sampler", "sampler/native.cc", ("jaxllm_sample", "jaxllm_record"), dtypes=("float32",)
+    "sampler",
+    "sampler/native.cc",
+    ("jaxllm_sample", "jaxllm_logprobs", "jaxllm_record"),
+    dtypes=("float32",),
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
