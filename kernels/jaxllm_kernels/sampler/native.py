@@ -90,8 +90,8 @@ class NativeSampler:
         return tables._replace(token_counts=counts, full_rounds=rounds, recent_tokens=recent)
 
 
-def _logprobs(num_rows: int, k: int) -> LogprobOutput:
-    return LogprobOutput(
+def _logprobs(num_rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (
         jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.int32),
         jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.float32),
         jax.ShapeDtypeStruct((num_rows,), jnp.int32),
