@@ -62,7 +62,8 @@ PLAINLY_COMPILED = (
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
     "programs/test_warmup.py", "test_llm.py", "media/test_engine.py", "media/test_parallel.py",
     "pooling/test_adapters.py", "pooling/test_decoders.py", "pooling/test_parallel.py",
-    "prompt_logprobs", "training/test_adapter.py", "training/test_trainer.py",
+    "prompt_logprobs", "sampling/test_choose.py", "sampling/test_sampler.py",
+    "training/test_adapter.py", "training/test_trainer.py",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = (
     "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
