@@ -137,7 +137,7 @@ def _drafted(figures: np.ndarray, logprobs: Any, proposals: np.ndarray | None) -
 class ModelRunner:
     """One model on its devices."""
 
-    def __init__(self, plan: EnginePlan):
+    def __init__(self, plan: EnginePlan, replica: int = 0):
         self._plan = plan
         self._packer = make_packer(plan)
         self._encoders = {its.num_patches: its for its in encoder_layouts(plan)}
@@ -156,7 +156,7 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._mover: BlockMover | None = None
-        self._ends = Ends(plan)
+        self._ends = Ends(plan, replica)
         if plan.offload is not None:
             self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
             self._ends.open_door(self._mover.look_up)
