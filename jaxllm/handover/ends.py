@@ -8,7 +8,7 @@ from jaxllm.plan.engine_plan import EnginePlan
 
 
 class Ends:
-    """What a replica of an engine of some role has of these."""
+    """The door and the taker of a replica: one, both or none of them, as its engine's role asks."""
 
     def __init__(self, plan: EnginePlan, replica: int):
         self._replica = replica

@@ -159,7 +159,11 @@ class ModelRunner:
         self._ends = Ends(plan, replica)
         if plan.offload is not None:
             self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
-            self._ends.open_door(self._mover.look_up)
+            try:
+                self._ends.open_door(self._mover.look_up)
+            except BaseException:
+                self._mover.close()
+                raise
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self._shelf: HostShelf | None = None
         if plan.adapters is not None:

@@ -28,8 +28,18 @@ def is_free(port):
 # Below those that the system gives to whoever asks for any.
 first = 20000 + os.getpid() % 8000
 port = next(one for one in range(first, 32000) if is_free(one) and is_free(one + 1))
+with socket.socket() as other:
+    other.bind(("127.0.0.1", port + 1))
+    try:
+        engine(model, secret, "kv_producer", data_parallel_size=2, kv_port=port)
+    except ValueError as error:
+        assert f"127.0.0.1:{port + 1}" in str(error), error
+    else:
+        raise AssertionError("the port is not free")
+# Nothing is left of that.
 givers = engine(model, secret, "kv_producer", data_parallel_size=2, kv_port=port)
-takers = engine(model, secret, "kv_consumer", data_parallel_size=2)
+# Long enough for a machine that has much other work.
+takers = engine(model, secret, "kv_consumer", data_parallel_size=2, kv_timeout=20)
 transfers = compute(givers)
 ports = [its["remote_port"] for its in transfers]
 assert answers(go_on(takers, transfers)) == expected
@@ -68,3 +78,4 @@ def test_replicas_give_and_take_with_the_answers_of_one_engine(tmp_path):
         cwd=Path(__file__).parents[2],
     )
     assert process.stdout.splitlines()[-1:] == ["well"], process.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]

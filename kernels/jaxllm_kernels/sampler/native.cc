@@ -1,4 +1,5 @@
-// Chooses the next token of every row, as `jaxllm.sampling.sampler.sample` does.
+// Chooses the next token of every row, as `jaxllm.sampling.sampler.sample` does, and computes logprobs
+// of given tokens.
 //
 // A row is computed by one thread from beginning to end, so that its vocabulary stays in the caches,
 // and only the parts that it asks for are. Nothing in it depends on the other rows. Blocks of 128
@@ -46,6 +47,11 @@ struct Scratch {
   }
   static void Grow(std::vector<float>& its, int64_t size) {
     if ((int64_t)its.size() < size) its.resize(size);
+  }
+  static Scratch& OfThisThread(int64_t size) {
+    static thread_local Scratch scratch;
+    scratch.Fit(size);
+    return scratch;
   }
 };
 
@@ -505,8 +511,7 @@ struct Chosen {
 };
 
 Chosen SampleRow(const Row& row, const Tables& tables, int64_t num_best, const Logprobs& logprobs) {
-  static thread_local Scratch scratch;
-  scratch.Fit(row.size);
+  Scratch& scratch = Scratch::OfThisThread(row.size);
   const Best best = FindBest(row.logits, row.size, scratch.maxima.data());
   Chosen chosen{best.token, std::isfinite(best.logit)};
   Best adjusted = best;
@@ -623,14 +628,20 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats2 logits, Int32s<1> targets,
                       ffi::ResultBuffer<ffi::S32, 1> ranks,
                       ffi::ResultBuffer<ffi::F32, 1> normalisers) {
   const int64_t num_rows = logits.dimensions()[0], size = logits.dimensions()[1];
+  if ((int64_t)targets.dimensions()[0] != num_rows)
+    return ffi::Error::InvalidArgument("the sizes do not fit");
   const AllLogprobs out(token_ids, logprobs, ranks, normalisers);
   ShareRows(pool, num_rows, size, [&](int64_t r) {
-    static thread_local Scratch scratch;
-    scratch.Fit(size);
-    const float* its = logits.typed_data() + r * size;
-    const Best best = FindBest(its, size, scratch.maxima.data());
-    ComputeLogprobs(its, size, best, targets.typed_data()[r], scratch.maxima.data(),
-                    out.num_best(), wants_more.typed_data()[0], out.Of(r));
+    const int32_t token = targets.typed_data()[r];
+    if (token < 0 || token >= size) {  // as XLA says it
+      std::fill_n(out.Of(r).logprobs, 1 + out.num_best(), std::numeric_limits<float>::quiet_NaN());
+      return;
+    }
+    Scratch& scratch = Scratch::OfThisThread(size);
+    const float* row = logits.typed_data() + r * size;
+    const Best best = FindBest(row, size, scratch.maxima.data());
+    ComputeLogprobs(row, size, best, token, scratch.maxima.data(), out.num_best(),
+                    wants_more.typed_data()[0], out.Of(r));
   });
   return ffi::Error::Success();
 }
