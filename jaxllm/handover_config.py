@@ -23,7 +23,9 @@ class HandOverConfig:
         "blocks ('kv_consumer'), or does both ('kv_both'). Needs kv_offloading_size.",
     )
     kv_ip: str = option("127.0.0.1", "Address at which others reach an engine that gives blocks.")
-    kv_port: int = option(0, "Port there; 0 takes any that is free.")
+    kv_port: int = option(
+        0, "Port there, and that of the first of several replicas; 0 takes any that are free."
+    )
     kv_secret_file: str | None = option(
         None,
         "File with the secret that engines share which hand blocks over; nobody without it gets "
@@ -57,17 +59,15 @@ class HandOverConfig:
         if kv_offloading_size is None:
             why = "blocks go through the host's memory; give kv_offloading_size, too"
             raise refused("kv_role", self.kv_role, why)
-        if num_replicas > 1:
-            why = "each replica would be a peer of its own; start an engine for each"
-            raise refused("data_parallel_size", num_replicas, why)
         if nnodes != 1:
             why = "each host has only its part of a block; leave kv_role out"
             raise refused("nnodes", nnodes, why)
         if self.kv_secret_file is None:
             why = "whoever may take blocks must know a secret; give kv_secret_file"
             raise refused("kv_role", self.kv_role, why)
-        if not 0 <= self.kv_port < 2**16:
-            raise refused("kv_port", self.kv_port, "ports are 0 to 65535")
+        if not 0 <= self.kv_port <= 2**16 - num_replicas:
+            why = "ports are 0 to 65535, and each replica has one"
+            raise refused("kv_port", self.kv_port, why)
         if not self.kv_ip or self.kv_ip in ("0.0.0.0", "::", "*"):
             raise refused("kv_ip", self.kv_ip, "others are told it; give one of this host's own")
         if not (math.isfinite(self.kv_timeout) and self.kv_timeout > 0):

@@ -57,16 +57,18 @@ SLOWEST = (
 # why that is sound, and what stays optimised.
 PLAINLY_COMPILED = (
     "anthropic", "batch", "bench", "cli", "engine", "executor", "frontend", "gguf", "kernels",
-    "models", "openai", "parallel", "quantization", "server", "simulation", "structured_output",
+    "media", "models", "openai", "parallel", "quantization", "server", "simulation",
+    "structured_output",
     "benchmarks/test_kernels.py", "benchmarks/test_scripts.py",
     "programs/test_bundle.py", "programs/test_report.py", "programs/test_store.py",
-    "programs/test_warmup.py", "test_llm.py", "media/test_engine.py", "media/test_parallel.py",
+    "programs/test_warmup.py", "test_llm.py",
     "pooling/test_adapters.py", "pooling/test_decoders.py", "pooling/test_parallel.py",
-    "prompt_logprobs", "training/test_adapter.py", "training/test_trainer.py",
+    "prompt_logprobs", "sampling/test_choose.py", "sampling/test_sampler.py",
+    "training/test_adapter.py", "training/test_trainer.py",
 )  # fmt: skip
 OPTIMISED_NEVERTHELESS = (
     "engine/test_batch_invariant.py", "engine/test_equalities.py", "engine/test_oracle.py",
-    "engine/test_sixteen_bits.py",
+    "engine/test_sixteen_bits.py", "media/test_qwen.py",
 )  # fmt: skip
 
 COMPILE_MARKERS = ("tpu_compile", "gpu_compile")

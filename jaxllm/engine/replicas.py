@@ -1,12 +1,16 @@
 """Several engine cores as one: replicas of a model that share the requests."""
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from jaxllm.engine.commands import Answer, Command, obey
 from jaxllm.engine.core import EngineCore
 from jaxllm.engine.router import Router
+from jaxllm.handover.source import HandOver
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.startup import Phase
 
@@ -24,6 +28,10 @@ class Replicas:
         self._cores = cores
         self._router = Router(range(len(cores)))
         self.info: EngineInfo = cores[0].info
+        parts = [core.info.hand_over for core in cores if core.info.hand_over is not None]
+        if parts:
+            whole = functools.reduce(HandOver.beside, parts)
+            self.info = msgspec.structs.replace(self.info, hand_over=whole)
         self._outputs: list[EngineOutput] = []  # for the next return of `step`
 
     def add_request(self, request: EngineRequest) -> None:

@@ -16,8 +16,15 @@ def make_executors(config: EngineConfig) -> list[Executor]:
 
         config = start_followers(config)
     if config.parallel.nnodes == 1:
-        replicas = range(parallel.data_parallel_size)
-        return [UniProcExecutor(config, replica) for replica in replicas]
+        executors: list[Executor] = []
+        try:
+            for replica in range(parallel.data_parallel_size):
+                executors.append(UniProcExecutor(config, replica))
+        except BaseException:
+            for executor in executors:
+                executor.shutdown()
+            raise
+        return executors
     from jaxllm.executor.multihost import start
 
     return list(start(config))

@@ -55,6 +55,7 @@ def start_followers(config: EngineConfig) -> EngineConfig:
         distributed_executor_backend=None,
     )
     config = dataclasses.replace(config, parallel=parallel)
+    config.validate()  # what is refused over several hosts
     for rank, node in enumerate(nodes[1:], 1):
         own = dataclasses.replace(parallel, node_rank=rank)
         _ranks.append(_start(node, dataclasses.replace(config, parallel=own)))

@@ -26,7 +26,7 @@ class UniProcExecutor:
         with self.startup.timed("Plan"):
             self.plan = plan_engine(config, replica_devices(config.parallel, replica))
         logger.info("plan: %s", summary(self.plan))
-        self._runner = ModelRunner(self.plan)
+        self._runner = ModelRunner(self.plan, replica)
         self.info: EngineInfo = self.plan.info()
         self.info.hand_over = self._runner.hand_over()
         self.startup += self._runner.startup

@@ -37,7 +37,7 @@ class OpenRequest:
         first = processed.requests[0]
         self.request_id = processed.request_id
         self.lora_request = processed.lora_request
-        self._kv_transfer_params = processed.kv_transfer_params
+        self._transfer_of = processed.transfer_of
         self.prompt = processed.prompt
         self.prompt_token_ids = processed.prompt_token_ids
         # Those that have a text, after which the answer's goes on.
@@ -136,6 +136,9 @@ class OpenRequest:
         else:
             outputs = [answer.so_far() for answer in self.answers]
             prompt_logprobs = self.prompt_logprobs
+        transfer = None
+        if self._transfer_of is not None and self.is_finished:
+            transfer = self._transfer_of(self.metrics.replica)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -146,7 +149,7 @@ class OpenRequest:
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
             lora_request=self.lora_request,
-            kv_transfer_params=self._kv_transfer_params if self.is_finished else None,
+            kv_transfer_params=transfer,
         )
 
 

@@ -6,7 +6,7 @@ context.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,7 +45,8 @@ class ProcessedInput(NamedTuple):
     requests: list[EngineRequest]  # one for each of n answers; they share the prompt's list
     trace_headers: Mapping[str, str] | None = None  # W3C headers of the request's parent span
     lora_request: LoRARequest | None = None
-    kv_transfer_params: dict[str, Any] | None = None  # of its answer
+    # Makes the kv_transfer_params of its answer, of the replica that gave it.
+    transfer_of: Callable[[int], dict[str, Any]] | None = None
 
     @property
     def output_kind(self) -> RequestOutputKind:
@@ -173,7 +174,7 @@ class InputProcessor:
             requests,
             trace_headers,
             lora_request,
-            self._transfers.of_answer() if transfer.gives else None,
+            self._transfers.of_answer if transfer.gives else None,
         )
 
     # ---- sampling parameters

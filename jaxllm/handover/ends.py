@@ -8,9 +8,10 @@ from jaxllm.plan.engine_plan import EnginePlan
 
 
 class Ends:
-    """What an engine of some role has of these."""
+    """The door and the taker of a replica: one, both or none of them, as its engine's role asks."""
 
-    def __init__(self, plan: EnginePlan):
+    def __init__(self, plan: EnginePlan, replica: int):
+        self._replica = replica
         self.taker: Taker | None = None  # the mover closes it
         self._door: Door | None = None
         self._asked = None if plan.offload is None else plan.offload.hand_over
@@ -24,12 +25,14 @@ class Ends:
         """Let others in, if the engine gives blocks, which `look_up` finds."""
         its = self._asked
         if its is not None and its.gives:
-            self._door = Door(its.kv_ip, its.kv_port, self._secret, self._identity, look_up)
+            port = its.kv_port and its.kv_port + self._replica
+            self._door = Door(its.kv_ip, port, self._secret, self._identity, look_up)
 
     def info(self) -> HandOver | None:
         if self._asked is None:
             return None
-        return HandOver(gives=self._door and self._door.source, takes=self._asked.takes)
+        gives = () if self._door is None else (self._door.source,)
+        return HandOver(gives, self._asked.takes)
 
     def close(self) -> None:
         if self._door is not None:

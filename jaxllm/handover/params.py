@@ -43,10 +43,10 @@ class Transfers:
         params.extra_args = rest or None
         return Transfer() if given is None else self._read(given)
 
-    def of_answer(self) -> dict[str, Any]:
-        """Where the blocks of an answered request are."""
-        assert self._its is not None and self._its.gives is not None, "the engine gives none"
-        source = self._its.gives
+    def of_answer(self, replica: int) -> dict[str, Any]:
+        """Where the blocks of a request are that a replica has answered."""
+        assert self._its is not None and self._its.gives, "the engine gives none"
+        source = self._its.gives[replica]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -67,7 +67,7 @@ class Transfers:
         gives, takes = (bool(given.get(name)) for name in _FLAGS)
         if gives and takes:
             raise refused(NAME, given, "an answer gives its blocks or takes some, not both")
-        if gives and (self._its is None or self._its.gives is None):
+        if gives and (self._its is None or not self._its.gives):
             raise self._refused("do_remote_decode", "gives no blocks", "kv_producer")
         if takes and (self._its is None or not self._its.takes):
             raise self._refused("do_remote_prefill", "takes no blocks", "kv_consumer")

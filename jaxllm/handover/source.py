@@ -16,5 +16,9 @@ class BlockSource(msgspec.Struct, frozen=True):
 class HandOver(msgspec.Struct, frozen=True):
     """What an engine does of it."""
 
-    gives: BlockSource | None  # as others reach it
+    gives: tuple[BlockSource, ...]  # each replica, as others reach it; empty: it gives none
     takes: bool
+
+    def beside(self, other: "HandOver") -> "HandOver":
+        """What this engine and another replica do as one."""
+        return HandOver((*self.gives, *other.gives), self.takes)

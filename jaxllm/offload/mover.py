@@ -9,6 +9,7 @@ Over several hosts each rank has a mover for its devices' parts of the blocks. A
 moves in the same order, and each reports what has arrived, and which files it has.
 """
 
+import atexit
 import contextlib
 import functools
 import queue
@@ -116,6 +117,8 @@ class BlockMover:
         self._num_pending = 0  # sent, and not taken as arrivals
         self._thread = threading.Thread(target=self._run, name="kv-blocks", daemon=True)
         self._thread.start()
+        if files is not None:
+            atexit.register(self._end)  # of a script that does not shut its engine down
 
     def send(self, moves: BlockMoves) -> None:
         """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
@@ -200,8 +203,15 @@ class BlockMover:
         """End the thread, after it has written the files that it has to write, or a while."""
         if self._others is not None:
             self._others.close()
+        atexit.unregister(self._end)
         self._work.put(None)
         self._thread.join()
+
+    def _end(self) -> None:
+        """Write what has no file yet, as the process ends. The thread may wait for a device that
+        never answers, so nobody waits for it any longer than for files."""
+        self._work.put(None)
+        self._thread.join(_CLOSING_S)
 
     def _read_on_devices(self, work: _Work) -> None:
         """Dispatch the stores. What fails is not stored, and costs nothing else."""

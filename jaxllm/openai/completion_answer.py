@@ -60,8 +60,14 @@ def answer_completion(
         system_fingerprint=served.fingerprint,
         choices=choices,
         usage=usage_of(outputs, num_hidden=hidden if request.is_mere_echo else 0),
-        kv_transfer_params=outputs[0].kv_transfer_params,
+        kv_transfer_params=_transfer(outputs),
     )
+
+
+def _transfer(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+    """Where the blocks of all prompts are; None if they are in several places."""
+    first, *others = (output.kv_transfer_params for output in outputs)
+    return first if all(other == first for other in others) else None
 
 
 class Shown(NamedTuple):

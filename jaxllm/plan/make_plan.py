@@ -361,7 +361,9 @@ def make_plan(
         add_norm=choose_add_norm(chip, num_shards),
         row_sums=row_sums,
         stages=stages,
-        offload=plan_offload(config.cache, config.hand_over, stages, cache_groups, snapshots),
+        offload=plan_offload(
+            config.cache, config.hand_over, stages, cache_groups, snapshots, model_dir
+        ),
         buckets=buckets if adapters is None else with_adapters(buckets),
         adapters=adapters,
         pooling=pooling,

@@ -44,6 +44,7 @@ def plan_offload(
     stages: Sequence[StagePlan],
     groups: Sequence[CacheGroup],
     snapshots: StateSnapshots | None,
+    model_dir: Path,
 ) -> OffloadPlan | None:
     """Divide the host's memory among the groups as that of the devices is; None: nothing is asked
     for."""
@@ -95,10 +96,20 @@ def plan_offload(
             f"{math.ceil(least / 2**20 * 1.01) / 1024:.4f} ({format_bytes(math.ceil(least))})",
         )
     path = asked.kv_offloading_path
+    directory = None if path is None else Path(path).expanduser()
+    if directory is not None and directory.resolve().is_relative_to(model_dir.resolve()):
+        why = (
+            "the model's files say whose blocks these are, and blocks among them would change that"
+        )
+        raise refused(
+            "kv_offloading_path",
+            path,
+            f"it is in the model's directory, {model_dir}: {why}; give a path outside of it",
+        )
     return OffloadPlan(
         places=places,
         block_bytes=block_bytes,
-        directory=None if path is None else Path(path).expanduser(),
+        directory=directory,
         directory_bytes=int(asked.kv_offloading_path_size * 2**30),
         hand_over=None if hand_over.kv_role is None else hand_over,
     )

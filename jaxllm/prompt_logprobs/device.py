@@ -5,13 +5,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.models.base import Model
 from jaxllm.plan.buckets import Bucket
 from jaxllm.prompt_logprobs.slice import NAME, NO_TARGET
 from jaxllm.sampling.choose import most_likely
 from jaxllm.sampling.layout import Layout
-from jaxllm.sampling.logprobs import LogprobOutput, token_logprobs
+from jaxllm.sampling.logprobs import token_logprobs
 from jaxllm.scheduler.schedule import Slice
 
 # How many positions are computed at a time, since their logits are large.
@@ -51,6 +52,10 @@ class PromptLogprobs:
             places = jnp.minimum(first + jnp.arange(chunk, dtype=jnp.int32), tokens - 1)
             chosen = jnp.maximum(targets[places], 0)
             logits = model.compute_logits(hidden[places])
+            if self._layout.op is not None:
+                return self._layout.op.logprobs(
+                    logits, chosen, num_logprobs=self._k, wants_more=wants_more
+                )
             best = most_likely(logits, self._layout)
             return token_logprobs(
                 logits, chosen, best, k=self._k, wants_more=wants_more, layout=self._layout

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.layers.state import States
 from jaxllm.plan.buckets import Bucket
@@ -34,7 +35,6 @@ from jaxllm.runner.sample_rows import sample_rows
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.verified_states import Kept, go_on
 from jaxllm.runner.verify import Verified, find_places, verify
-from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.scheduler.schedule import LateMasks, Schedule
 from jaxllm.speculation.drafter import NO_DRAFT
 from jaxllm.speculation.drafters import make_drafter

@@ -137,7 +137,7 @@ def _drafted(figures: np.ndarray, logprobs: Any, proposals: np.ndarray | None) -
 class ModelRunner:
     """One model on its devices."""
 
-    def __init__(self, plan: EnginePlan):
+    def __init__(self, plan: EnginePlan, replica: int = 0):
         self._plan = plan
         self._packer = make_packer(plan)
         self._encoders = {its.num_patches: its for its in encoder_layouts(plan)}
@@ -156,10 +156,14 @@ class ModelRunner:
             ]
         self._model = self._stages[0] if len(self._stages) == 1 else Pipeline(plan, self._stages)
         self._mover: BlockMover | None = None
-        self._ends = Ends(plan)
+        self._ends = Ends(plan, replica)
         if plan.offload is not None:
             self._mover = BlockMover(plan, self._stages, open_files(plan), self._ends.taker)
-            self._ends.open_door(self._mover.look_up)
+            try:
+                self._ends.open_door(self._mover.look_up)
+            except BaseException:
+                self._mover.close()
+                raise
         self._host_weights: list[list[HostArray]] = []  # by stage, while the engine sleeps
         self._shelf: HostShelf | None = None
         if plan.adapters is not None:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import jax
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.runner.verified_states import Kept
-from jaxllm.sampling.logprobs import LogprobOutput
 
 
 @jax.tree_util.register_dataclass

@@ -4,10 +4,10 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.sampling import row_params
-from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import NO_TOKEN

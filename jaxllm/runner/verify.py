@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.runner.drafting import Drafting, Ends, Forward, rows_with_drafts
@@ -28,7 +29,6 @@ from jaxllm.runner.sample_rows import SampledRows
 from jaxllm.runner.state import DeviceState
 from jaxllm.runner.verified_states import kept_of_drafts, verified_states
 from jaxllm.sampling import row_params
-from jaxllm.sampling.logprobs import LogprobOutput
 from jaxllm.sampling.sampler import record_accepted, sample
 from jaxllm.sampling.slot_state import SlotState
 from jaxllm.scheduler.schedule import DRAFT_TOKEN, NO_TOKEN

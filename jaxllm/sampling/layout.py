@@ -58,7 +58,7 @@ class Layout:
     max_rows: int
     # The most columns of one XLA `top_k`.
     max_top_k_columns: int
-    # What chooses tokens, and counts them, in place of all this; None: XLA.
+    # What chooses tokens, counts them, and computes logprobs in place of all this; None: XLA.
     op: Sampler | None = None
 
 

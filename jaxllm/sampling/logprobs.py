@@ -5,24 +5,13 @@ Each value is a logit minus the row's normaliser. Neither depends on the number 
 row's values are the same to the last bit whatever other rows ask for.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
+from jaxllm_kernels.sampler.api import LogprobOutput
 
 from jaxllm.sampling.choose import MostLikely
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.top_k import top_k
-
-
-class LogprobOutput(NamedTuple):
-    """Logprobs at n positions. Column 0 is the sampled or prompt token; the k most likely tokens
-    follow, best first. Positions without a request for logprobs have zeros."""
-
-    token_ids: jax.Array  # i32 [n, 1 + k]
-    logprobs: jax.Array  # f32 [n, 1 + k]
-    ranks: jax.Array  # i32 [n]: 1 + the number of tokens more likely than the one in column 0
-    normalisers: jax.Array  # f32 [n]: logit minus logprob
 
 
 def token_logprobs(

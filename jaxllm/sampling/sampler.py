@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxllm_kernels.sampler.api import Sampler
+from jaxllm_kernels.sampler.api import LogprobOutput, Sampler
 
 from jaxllm.sampling import row_params
 from jaxllm.sampling.adjust import adjust_logits
 from jaxllm.sampling.choose import MostLikely, draw, most_likely
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling.logits_processor import LogitsProcessor
-from jaxllm.sampling.logprobs import LogprobOutput, no_logprobs, token_logprobs
+from jaxllm.sampling.logprobs import no_logprobs, token_logprobs
 from jaxllm.sampling.row_params import RowParams
 from jaxllm.sampling.slot_state import SlotState, record_tokens
 
@@ -102,7 +102,7 @@ def sample(
             state = _record(
                 layout.op, state, its.tokens[:, None], jnp.ones_like(slots), slots, flags
             )
-        return SampleOutput(its.tokens, its.is_valid, state, LogprobOutput(*its[2:]))
+        return SampleOutput(its.tokens, its.is_valid, state, its.logprobs)
     best = most_likely(logits, layout)
 
     def plain() -> tuple[_Chosen, SlotState]:

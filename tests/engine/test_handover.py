@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, ValidationError
+from jaxllm.config import EngineConfig
 from jaxllm.handover.source import BlockSource
 from jaxllm.scheduler.schedule import Arrival, BlockMoves
 from jaxllm.testing import make_tiny_checkpoint
@@ -169,6 +170,13 @@ def test_an_engine_without_a_role_hands_nothing_over(model, giver):
         go_on(llm, compute(giver))
     with pytest.raises(ValidationError, match="kv_consumer"):
         go_on(giver, compute(giver))
+
+
+def test_each_replica_needs_a_port(secret):
+    role = {"kv_role": "kv_producer", "kv_secret_file": secret, "kv_offloading_size": 1}
+    EngineConfig.create("model", **role, data_parallel_size=2, kv_port=65534)
+    with pytest.raises(ValidationError, match="kv_port=65534: .*each replica has one"):
+        EngineConfig.create("model", **role, data_parallel_size=3, kv_port=65534)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,11 @@
 """With a second home for KV blocks an engine answers as without: to the bit, whatever is preempted,
 evicted, aborted, slept or restarted in between."""
 
+import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -199,6 +203,37 @@ def test_blocks_reach_the_disk_while_the_engine_is_idle(model, tmp_path):
     llm.llm_engine.shutdown()
 
 
+ENDS = """
+import json, os, sys, time
+from jaxllm import LLM, SamplingParams
+model, prompts, options = json.loads(sys.argv[1])
+fsync = os.fsync
+os.fsync = lambda file: (time.sleep(0.05), fsync(file))  # a disk that is slower than the engine
+llm = LLM(model, **options)
+llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+"""
+
+
+def test_a_script_that_simply_ends_leaves_all_its_blocks(model, tmp_path):
+    options = {**TINY, **HOST, "kv_offloading_path": str(tmp_path / "blocks")}
+    said = json.dumps([model, PROMPTS, options])
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", ENDS, said], check=True, timeout=300, cwd=root)
+    llm = LLM(model, **options)
+    for ids in PROMPTS:
+        (output,) = llm.generate([ids], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.num_cached_tokens == (len(ids) - 1) // 16 * 16
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("inside", [".", "blocks/of/mine"])
+def test_files_in_the_models_directory_are_refused(model, inside):
+    path = Path(model) / inside
+    message = rf"kv_offloading_path='{path}': it is in the model's directory, {model}: .*outside"
+    with pytest.raises(ValidationError, match=message):
+        LLM(model, **TINY, **HOST, kv_offloading_path=str(path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -251,6 +286,29 @@ def test_snapshots_of_states_come_back_from_host_and_files(recurrent, tmp_path):
     assert_alike(generate(again), expected)
     assert stats(again).host_blocks_read and stats(again).external_cache_hits > 100
     again.llm_engine.shutdown()
+
+
+def test_a_restart_goes_on_from_a_prompts_own_last_snapshot(recurrent, tmp_path):
+    """Its answer has passed it, and a running engine has it still."""
+    options = TINY | STATES | {"num_state_snapshots": 24, "kv_offloading_size": 0.02}
+    options |= {"kv_offloading_path": str(tmp_path / "blocks")}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+    def run(llm):
+        outputs = [
+            llm.generate([prompt(length, length)], params, use_tqdm=False)[0]
+            for length in (40, 48, 49)
+        ]
+        return answers(outputs), [one.num_cached_tokens for one in outputs]
+
+    llm = LLM(recurrent, **options)
+    expected, found = run(llm)
+    assert found == [0, 0, 0]
+    llm.shutdown()
+    again = LLM(recurrent, **options)
+    restarted = run(again)
+    assert run(again) == restarted == (expected, [32, 32, 48])
+    again.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,17 @@ def test_a_failed_answer_is_an_error(llm, served):
     request = endpoint.request.read({"prompt": "One"})
     with pytest.raises(AnswerError, match="could not finish the answer: out of order"):
         endpoint.answer(request, "1", 0, [output], served)
+
+
+def test_blocks_of_several_prompts_have_an_address_if_they_have_one_place(llm, served):
+    endpoint = find_endpoint("/v1/completions")
+    request = endpoint.request.read({"model": "tiny", "prompt": [[5], [6]], "max_tokens": 1})
+    outputs = llm.generate(request.prompts(served), request.sampling_params(served), use_tqdm=False)
+
+    def told(*ports):
+        for output, port in zip(outputs, ports, strict=True):
+            output.kv_transfer_params = port and {"remote_port": port}
+        return endpoint.answer(request, "1", 1234, outputs, served).kv_transfer_params
+
+    assert told(7, 7) == {"remote_port": 7}
+    assert told(7, 8) is None and told(None, None) is None

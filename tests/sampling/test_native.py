@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxllm_kernels.sampler.api import LogprobOutput
 from jaxllm_kernels.sampler.native import NativeSampler
 
 from jaxllm.sampling import row_params
+from jaxllm.sampling.choose import most_likely
 from jaxllm.sampling.layout import LAYOUTS
-from jaxllm.sampling.logprobs import LogprobOutput
+from jaxllm.sampling.logprobs import token_logprobs
 from jaxllm.sampling.sampler import sample
 from jaxllm.sampling.slot_state import MAX_COUNT, NO_TOKEN, PROMPT_BIT, SlotState
 from jaxllm.sampling_params import SamplingParams
@@ -150,6 +152,41 @@ def test_it_chooses_what_xla_does(native_layout, alone):
             jax.tree.map(np.testing.assert_array_equal, its.state, due.state)
         state = jax.tree.map(jnp.asarray, due.state)
     assert num_compared > 1100
+
+
+@pytest.mark.parametrize(("k", "wants_more"), [(0, False), (K, False), (K, True)])
+def test_logprobs_of_given_tokens_are_those_of_xla(native_layout, k, wants_more):
+    rng = np.random.default_rng(k)
+    logits = draw_logits(rng)
+    logits[1, ::2] = -np.inf
+    logits[2] = np.round(logits[2])  # with equal ones
+    targets = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    targets[3] = logits[3].argmax()
+    targets[4] = VOCAB - 1
+    targets[5] = VOCAB  # as no request has
+    logits[6, rng.integers(VOCAB)] = np.nan
+    logits[7, rng.integers(VOCAB)] = np.inf
+    wants_more = jnp.array(wants_more)
+    layout = LAYOUTS["cpu"]
+
+    @jax.jit
+    def both():
+        best = most_likely(jnp.asarray(logits), layout)
+        due = token_logprobs(logits, targets, best, k=k, wants_more=wants_more, layout=layout)
+        its = native_layout.op.logprobs(logits, targets, num_logprobs=k, wants_more=wants_more)
+        return its, due
+
+    its, due = jax.device_get(both())
+    # Their requests end with an error.
+    bad = ~np.isfinite(due.logprobs[:, 0])
+    assert {5, 6, 7} <= set(np.flatnonzero(bad)) and np.count_nonzero(~bad) >= 3
+    np.testing.assert_array_equal(~np.isfinite(its.logprobs[:, 0]), bad)
+    its, due = jax.tree.map(lambda x: x[~bad], (its, due))
+    np.testing.assert_array_equal(its.ranks, due.ranks)
+    np.testing.assert_allclose(its.normalisers, due.normalisers, rtol=1e-6)
+    n = 1 + (k if wants_more else min(k, 1))  # nobody looks at others
+    np.testing.assert_array_equal(its.token_ids[:, :n], due.token_ids[:, :n])
+    np.testing.assert_allclose(its.logprobs[:, :n], due.logprobs[:, :n], rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_has_the_bits_alone_that_it_has_in_a_crowd(native_layout):

@@ -69,6 +69,16 @@ def test_what_makes_no_fleet_is_refused(arguments, why):
         read({"model": "m", **arguments})
 
 
+def test_engines_take_blocks_of_others_and_give_none(tmp_path):
+    (tmp_path / "secret").write_text("s" * 64)
+    secret = {"kv_offloading_size": 1, "kv_secret_file": str(tmp_path / "secret")}
+    assert read({"model": "m", "kv_role": "kv_consumer", **secret}).config.hand_over.takes
+    for role in ("kv_producer", "kv_both"):
+        why = f"kv_role='{role}': an answer of a fleet cannot say which of its engines"
+        with pytest.raises(ValidationError, match=why):
+            read({"model": "m", "kv_role": role, **secret})
+
+
 def test_each_rank_of_an_engine_has_a_bundle():
     actor = {"num_cpus": 0, "num_gpus": 8, "resources": {"rack": 1}}
     one = {"GPU": 8, "rack": 1}

@@ -11,7 +11,8 @@ one at its very end from its second use on.
 
 With a tier (`host_tier`), a snapshot that gives way goes to the host, and comes back to a place of
 the device when a request needs it. One that its own request has passed does not: a later one of the
-same request is of more use.
+same request is of more use. With files, what a restart should find goes there at once: a request's
+last snapshot, that of its prompt, and those where prompts part.
 """
 
 from collections import OrderedDict
@@ -210,7 +211,9 @@ class Snapshots:
             self._pool.name(its.place, content)
             if self._tier is not None:
                 self._demote_passed(request)
-                if self._tier.is_eager and not its.is_passed:
+                if self._tier.is_eager and (
+                    not its.is_passed or self._is_last_of_prompt(request, its.num_blocks)
+                ):
                     self._offer(self._pool.use(content), content)
             request.passed_snapshot = content if its.is_passed else None
 
@@ -243,6 +246,12 @@ class Snapshots:
         size = self._block_size
         shared = (request.num_prompt_tokens - 1) // size * size if request.followers else 0
         return request.parts_at, shared
+
+    def _is_last_of_prompt(self, request: Request, num_blocks: int) -> bool:
+        """Whether a prefix ends at the last multiple of the stride from which the same prompt may
+        go on: its last token is computed again."""
+        end = num_blocks * self._block_size
+        return end < request.num_prompt_tokens <= end + self.sizes.stride
 
     def _place_for(self, request: Request, num_blocks: int) -> int | None:
         """A place for a new snapshot; None: there is one of this prefix, or no place."""

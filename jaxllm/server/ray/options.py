@@ -108,6 +108,13 @@ def read(options: Mapping[str, Any]) -> Asked:
                 others[name],
                 "the replica starts the ranks of its engine; say with nnodes how many",
             )
+    if config.hand_over.gives:
+        raise refused(
+            "kv_role",
+            config.hand_over.kv_role,
+            "an answer of a fleet cannot say which of its engines has its blocks; give "
+            "'kv_consumer', or serve each engine by 'jaxllm serve'",
+        )
     return Asked(others, config, server, _over_hosts(fleet, config.parallel.nnodes))
 
 

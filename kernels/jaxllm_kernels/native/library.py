@@ -85,7 +85,10 @@ _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
 _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
 _SAMPLER = _Part(
-    "sampler", "sampler/native.cc", ("jaxllm_sample", "jaxllm_record"), dtypes=("float32",)
+    "sampler",
+    "sampler/native.cc",
+    ("jaxllm_sample", "jaxllm_logprobs", "jaxllm_record"),
+    dtypes=("float32",),
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
@@ -265,11 +268,15 @@ def _load(
     return library
 
 
+def sources() -> list[str]:
+    """The files that all parts are built of, in the order of the identity."""
+    return [*_HEADERS, *sorted({part.source for part in _PARTS})]
+
+
 def _identity(compiler: str) -> str:
     """A hash of everything that determines what is built for each dtype."""
-    sources = sorted({part.source for part in _PARTS})
     facts = (
-        *((_ROOT / name).read_text() for name in (*_HEADERS, *sources)),
+        *((_ROOT / name).read_text() for name in sources()),
         *_FLAGS,
         _run(compiler, "--version"),
         importlib.metadata.version("jaxlib"),

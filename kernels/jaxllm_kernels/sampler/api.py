@@ -40,15 +40,22 @@ class SlotTables(NamedTuple):
     stop_ids: jax.Array  # i32 [S, any]
 
 
+class LogprobOutput(NamedTuple):
+    """Logprobs at n positions. Column 0 is the sampled or prompt token; the k most likely tokens
+    follow, best first. Positions without a request for logprobs have zeros."""
+
+    token_ids: jax.Array  # i32 [n, 1 + k]
+    logprobs: jax.Array  # f32 [n, 1 + k]
+    ranks: jax.Array  # i32 [n]: 1 + the number of tokens more likely than the one in column 0
+    normalisers: jax.Array  # f32 [n]: logit minus logprob
+
+
 class Sampled(NamedTuple):
     """What was chosen for the rows."""
 
     tokens: jax.Array  # i32 [R]
     is_valid: jax.Array  # bool [R]: the logits, and what was made of them, are numbers
-    token_ids: jax.Array  # i32 [R, 1 + k]: the token, then the most likely ones
-    logprobs: jax.Array  # f32 [R, 1 + k]
-    ranks: jax.Array  # i32 [R]
-    normalisers: jax.Array  # f32 [R]
+    logprobs: LogprobOutput
 
 
 class Sampler(Protocol):
@@ -75,6 +82,13 @@ class Sampler(Protocol):
         get their most likely token. Rows without LOGPROBS have zeros for them, and so have columns
         that a row does not want. The tables are read for rows with a flag that says so, and only
         then must the row's slot exist."""
+        ...
+
+    def logprobs(
+        self, logits: jax.Array, targets: jax.Array, *, num_logprobs: int, wants_more: jax.Array
+    ) -> LogprobOutput:
+        """Compute logprobs of the targets, i32 [R], under logits f32 [R, V], and of the most likely
+        token; of `num_logprobs` of them if `wants_more`, bool [], is set."""
         ...
 
     def record(

@@ -1,4 +1,5 @@
-// Chooses the next token of every row, as `jaxllm.sampling.sampler.sample` does.
+// Chooses the next token of every row, as `jaxllm.sampling.sampler.sample` does, and computes logprobs
+// of given tokens.
 //
 // A row is computed by one thread from beginning to end, so that its vocabulary stays in the caches,
 // and only the parts that it asks for are. Nothing in it depends on the other rows. Blocks of 128
@@ -46,6 +47,11 @@ struct Scratch {
   }
   static void Grow(std::vector<float>& its, int64_t size) {
     if ((int64_t)its.size() < size) its.resize(size);
+  }
+  static Scratch& OfThisThread(int64_t size) {
+    static thread_local Scratch scratch;
+    scratch.Fit(size);
+    return scratch;
   }
 };
 
@@ -447,17 +453,16 @@ struct Logprobs {
   float* normaliser;
 };
 
-void ComputeLogprobs(const Row& row, const Best& best, int32_t token, const float* maxima,
-                     int64_t num_best, const Logprobs& out) {
-  const float* x = row.logits;
+void ComputeLogprobs(const float* x, int64_t size, const Best& best, int32_t token,
+                     const float* maxima, int64_t num_best, bool wants_more, const Logprobs& out) {
   const float target = x[token];
   double sum = 0;
   int64_t better = 0;
-  for (int64_t block = 0; block < NumBlocks(row.size); ++block) {
+  for (int64_t block = 0; block < NumBlocks(size); ++block) {
     Floats sums{};
     Ints above{};
     for (int64_t i = block * kBlock; i < (block + 1) * kBlock; i += kLanes) {
-      const Floats v = Load(x, i, row.size);
+      const Floats v = Load(x, i, size);
       sums += Exp(v - best.logit);
       above -= v > target;
     }
@@ -471,7 +476,7 @@ void ComputeLogprobs(const Row& row, const Best& best, int32_t token, const floa
   out.token_ids[0] = token;
   out.logprobs[0] = target - normaliser;
   if (num_best == 0) return;
-  if (!row.Has(kMoreLogprobs)) {
+  if (!wants_more) {
     out.token_ids[1] = best.token;
     out.logprobs[1] = best.logit - normaliser;
     return;
@@ -483,10 +488,10 @@ void ComputeLogprobs(const Row& row, const Best& best, int32_t token, const floa
   };
   std::vector<Found> found;
   found.reserve(num_best + 1);
-  for (int64_t block = 0; block < NumBlocks(row.size); ++block) {
+  for (int64_t block = 0; block < NumBlocks(size); ++block) {
     auto is_full = [&] { return (int64_t)found.size() == num_best; };
     if (is_full() && maxima[block] <= found.back().logit) continue;
-    for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, row.size); ++i) {
+    for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, size); ++i) {
       if (is_full() && !(x[i] > found.back().logit)) continue;
       auto place = found.end();
       while (place != found.begin() && place[-1].logit < x[i]) --place;
@@ -506,8 +511,7 @@ struct Chosen {
 };
 
 Chosen SampleRow(const Row& row, const Tables& tables, int64_t num_best, const Logprobs& logprobs) {
-  static thread_local Scratch scratch;
-  scratch.Fit(row.size);
+  Scratch& scratch = Scratch::OfThisThread(row.size);
   const Best best = FindBest(row.logits, row.size, scratch.maxima.data());
   Chosen chosen{best.token, std::isfinite(best.logit)};
   Best adjusted = best;
@@ -521,7 +525,8 @@ Chosen SampleRow(const Row& row, const Tables& tables, int64_t num_best, const L
   }
   if (row.Has(kRandom)) chosen.token = Draw(row, x, adjusted, scratch);
   if (row.Has(kLogprobs))
-    ComputeLogprobs(row, best, chosen.token, scratch.maxima.data(), num_best, logprobs);
+    ComputeLogprobs(row.logits, row.size, best, chosen.token, scratch.maxima.data(), num_best,
+                    row.Has(kMoreLogprobs), logprobs);
   return chosen;
 }
 
@@ -538,6 +543,40 @@ template <int kRank>
 using Int32s = ffi::Buffer<ffi::S32, kRank>;
 using Floats2 = ffi::Buffer<ffi::F32, 2>;
 
+// Where all rows' logprobs go. Rows without any have zeros.
+class AllLogprobs {
+ public:
+  AllLogprobs(ffi::ResultBuffer<ffi::S32, 2>& token_ids, ffi::ResultBuffer<ffi::F32, 2>& logprobs,
+              ffi::ResultBuffer<ffi::S32, 1>& ranks, ffi::ResultBuffer<ffi::F32, 1>& normalisers)
+      : all_{token_ids->typed_data(), logprobs->typed_data(), ranks->typed_data(),
+             normalisers->typed_data()},
+        width_(token_ids->dimensions()[1]) {
+    const int64_t num_rows = token_ids->dimensions()[0];
+    std::fill_n(all_.token_ids, num_rows * width_, 0);
+    std::fill_n(all_.logprobs, num_rows * width_, 0.0f);
+    std::fill_n(all_.rank, num_rows, 0);
+    std::fill_n(all_.normaliser, num_rows, 0.0f);
+  }
+  int64_t num_best() const { return width_ - 1; }
+  Logprobs Of(int64_t row) const {
+    return {all_.token_ids + row * width_, all_.logprobs + row * width_, all_.rank + row,
+            all_.normaliser + row};
+  }
+
+ private:
+  const Logprobs all_;
+  const int64_t width_;
+};
+
+template <typename Work>
+void ShareRows(ffi::ThreadPool& pool, int64_t num_rows, int64_t size, const Work& work) {
+  const int64_t unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, size));
+  Share(pool, {(num_rows + unit - 1) / unit}, [&](int64_t, int64_t index) {
+    const int64_t end = std::min(num_rows, (index + 1) * unit);
+    for (int64_t row = index * unit; row < end; ++row) work(row);
+  });
+}
+
 ffi::Error Sample(ffi::ThreadPool pool, Floats2 logits, Int32s<2> params, Int32s<1> flags,
                   Int32s<1> slots, Int32s<1> output_index, Int32s<1> positions,
                   ffi::Buffer<ffi::U32, 2> masks, Int32s<2> pending,
@@ -550,7 +589,7 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats2 logits, Int32s<2> params, Int32s
                   ffi::ResultBuffer<ffi::F32, 1> normalisers) {
   const int64_t num_rows = logits.dimensions()[0], size = logits.dimensions()[1];
   const int64_t num_columns = params.dimensions()[1], num_words = masks.dimensions()[1];
-  const int64_t num_pending = pending.dimensions()[1], width = token_ids->dimensions()[1];
+  const int64_t num_pending = pending.dimensions()[1];
   if (num_columns * sizeof(int32_t) < sizeof(Params) || token_counts.dimensions()[1] < size ||
       (int64_t)allowed_bits.dimensions()[1] * 32 < size || (num_words && num_words * 32 < size) ||
       bad_words.dimensions()[2] != recent_tokens.dimensions()[1] + 1)
@@ -559,12 +598,8 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats2 logits, Int32s<2> params, Int32s
                       TableOf(biased_ids),   TableOf(biases),      TableOf(bad_words),
                       TableOf(recent_tokens), TableOf(stop_ids),
                       (int64_t)bad_words.dimensions()[2]};
-  std::fill_n(token_ids->typed_data(), num_rows * width, 0);
-  std::fill_n(logprobs->typed_data(), num_rows * width, 0.0f);
-  std::fill_n(ranks->typed_data(), num_rows, 0);
-  std::fill_n(normalisers->typed_data(), num_rows, 0.0f);
-
-  auto sample = [&](int64_t r) {
+  const AllLogprobs out(token_ids, logprobs, ranks, normalisers);
+  ShareRows(pool, num_rows, size, [&](int64_t r) {
     Row row;
     std::memcpy(&row.params, params.typed_data() + r * num_columns, sizeof(Params));
     // Padding and greedy rows have zeros; one has no effect.
@@ -579,18 +614,48 @@ ffi::Error Sample(ffi::ThreadPool pool, Floats2 logits, Int32s<2> params, Int32s
     row.num_pending = 0;
     while (row.num_pending < num_pending && row.pending[row.num_pending] != kNoToken)
       ++row.num_pending;
-    const Logprobs its{token_ids->typed_data() + r * width, logprobs->typed_data() + r * width,
-                       ranks->typed_data() + r, normalisers->typed_data() + r};
-    const Chosen chosen = SampleRow(row, tables, width - 1, its);
+    const Chosen chosen = SampleRow(row, tables, out.num_best(), out.Of(r));
     tokens->typed_data()[r] = chosen.token;
     is_valid->typed_data()[r] = chosen.is_valid;
-  };
-  const int64_t unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, size));
-  Share(pool, {(num_rows + unit - 1) / unit}, [&](int64_t, int64_t index) {
-    const int64_t end = std::min(num_rows, (index + 1) * unit);
-    for (int64_t row = index * unit; row < end; ++row) sample(row);
   });
   return ffi::Error::Success();
+}
+
+ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats2 logits, Int32s<1> targets,
+                      ffi::Buffer<ffi::PRED, 0> wants_more,
+                      ffi::ResultBuffer<ffi::S32, 2> token_ids,
+                      ffi::ResultBuffer<ffi::F32, 2> logprobs,
+                      ffi::ResultBuffer<ffi::S32, 1> ranks,
+                      ffi::ResultBuffer<ffi::F32, 1> normalisers) {
+  const int64_t num_rows = logits.dimensions()[0], size = logits.dimensions()[1];
+  if ((int64_t)targets.dimensions()[0] != num_rows)
+    return ffi::Error::InvalidArgument("the sizes do not fit");
+  const AllLogprobs out(token_ids, logprobs, ranks, normalisers);
+  ShareRows(pool, num_rows, size, [&](int64_t r) {
+    const int32_t token = targets.typed_data()[r];
+    if (token < 0 || token >= size) {  // as XLA says it
+      std::fill_n(out.Of(r).logprobs, 1 + out.num_best(), std::numeric_limits<float>::quiet_NaN());
+      return;
+    }
+    Scratch& scratch = Scratch::OfThisThread(size);
+    const float* row = logits.typed_data() + r * size;
+    const Best best = FindBest(row, size, scratch.maxima.data());
+    ComputeLogprobs(row, size, best, token, scratch.maxima.data(), out.num_best(),
+                    wants_more.typed_data()[0], out.Of(r));
+  });
+  return ffi::Error::Success();
+}
+
+auto LogprobsSignature() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<Floats2>()                    // logits
+      .Arg<Int32s<1>>()                  // targets
+      .Arg<ffi::Buffer<ffi::PRED, 0>>()  // wants_more
+      .Ret<ffi::Buffer<ffi::S32, 2>>()   // token_ids
+      .Ret<ffi::Buffer<ffi::F32, 2>>()   // logprobs
+      .Ret<ffi::Buffer<ffi::S32, 1>>()   // ranks
+      .Ret<ffi::Buffer<ffi::F32, 1>>();  // normalisers
 }
 
 auto Signature() {
@@ -623,4 +688,5 @@ auto Signature() {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sample_f32, Sample, Signature());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_logprobs_f32, LogprobsOf, LogprobsSignature());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_record_f32, Record, RecordSignature());

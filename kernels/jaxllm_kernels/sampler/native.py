@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels.native.library import Library
-from jaxllm_kernels.sampler.api import Sampled, SlotTables
+from jaxllm_kernels.sampler.api import LogprobOutput, Sampled, SlotTables
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,36 @@ class NativeSampler:
         masks: jax.Array | None,
         pending: jax.Array | None,
     ) -> Sampled:
-        num_rows, k = len(logits), num_logprobs
-        return Sampled(
-            *jax.ffi.ffi_call(
-                self.library.target("jaxllm_sample", jnp.float32),
-                (
-                    jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-                    jax.ShapeDtypeStruct((num_rows,), jnp.bool_),
-                    jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.int32),
-                    jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.float32),
-                    jax.ShapeDtypeStruct((num_rows,), jnp.int32),
-                    jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-                ),
-            )(
-                logits,
-                params,
-                flags,
-                slots,
-                output_index,
-                positions,
-                # What is not there has no columns.
-                jnp.zeros((num_rows, 0), jnp.uint32) if masks is None else masks,
-                jnp.zeros((num_rows, 0), jnp.int32) if pending is None else pending,
-                *tables._replace(full_rounds=_rounds(tables)),
-            )
+        num_rows = len(logits)
+        tokens, is_valid, *logprobs = jax.ffi.ffi_call(
+            self.library.target("jaxllm_sample", jnp.float32),
+            (
+                jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+                jax.ShapeDtypeStruct((num_rows,), jnp.bool_),
+                *_logprobs(num_rows, num_logprobs),
+            ),
+        )(
+            logits,
+            params,
+            flags,
+            slots,
+            output_index,
+            positions,
+            # What is not there has no columns.
+            jnp.zeros((num_rows, 0), jnp.uint32) if masks is None else masks,
+            jnp.zeros((num_rows, 0), jnp.int32) if pending is None else pending,
+            *tables._replace(full_rounds=_rounds(tables)),
         )
+        return Sampled(tokens, is_valid, LogprobOutput(*logprobs))
+
+    def logprobs(
+        self, logits: jax.Array, targets: jax.Array, *, num_logprobs: int, wants_more: jax.Array
+    ) -> LogprobOutput:
+        call = jax.ffi.ffi_call(
+            self.library.target("jaxllm_logprobs", jnp.float32),
+            _logprobs(len(logits), num_logprobs),
+        )
+        return LogprobOutput(*call(logits, targets, wants_more))
 
     def record(
         self,
@@ -83,6 +88,15 @@ class NativeSampler:
         if tables.full_rounds is None:
             rounds = None
         return tables._replace(token_counts=counts, full_rounds=rounds, recent_tokens=recent)
+
+
+def _logprobs(num_rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (
+        jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows, 1 + k), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+    )
 
 
 def _rounds(tables: SlotTables) -> jax.Array:
