@@ -95,8 +95,8 @@ def library_for_codes(request, library, native_kernels_dir):
 
 
 def _instructions(name):
-    """By what the sources tell processors apart: those of the names they ask for that a compiler
-    defines for this one. None if it does not know the processor."""
+    """The names that the sources ask for, to tell processors apart, and that a compiler defines for
+    this one. None if the compiler does not know the processor."""
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     command = [compiler, f"-march={name}", "-x", "c++", "-dM", "-E", "/dev/null"]
     found = subprocess.run(command, capture_output=True, text=True)
