@@ -174,6 +174,7 @@ def as_text(name: str, report: "PlanReport", price: float | None) -> str:
         f"attention {report.attention_backend!r}"
         + (f", experts {report.experts!r}" if report.experts is not None else ""),
         *(f"layers {layer}" for layer in report.layers),
+        *(f"products with {how}" for how in report.coded_products),
         "",
         *_memory_lines(report),
         "",

@@ -10,6 +10,7 @@ from jaxllm_kernels.add_norm.gpu import GpuAddNorm
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.dense.api import XLA, Matmul
 from jaxllm_kernels.dense.native import NativeCodedMatmul, NativeMatmul
+from jaxllm_kernels.dense.tpu import TpuCodedMatmul
 from jaxllm_kernels.dense.xla import XlaCodedMatmul
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.gpu import MosaicExperts
@@ -133,14 +134,30 @@ def choose_low_rank(
 
 
 def choose_products(
-    chip: Chip, library: Library | NoLibrary, num_shards: int, *, keeps_groups: bool
+    chip: Chip,
+    library: Library | NoLibrary,
+    architecture: Architecture,
+    num_shards: int,
+    num_tokens: int,
+    dtype: Any,
+    *,
+    keeps_groups: bool,
 ) -> Products:
-    """What may multiply by codes. Experts are computed by one device each."""
+    """What may multiply by codes, in steps of up to so many tokens. Experts are computed by one
+    device each."""
     widens_in_place = chip.platform != "cpu"
-    by_xla = XlaCodedMatmul(
-        num_shards, widens_in_place, mx_by_output=widens_in_place and not keeps_groups
-    )
+    mx_by_output = widens_in_place and not keeps_groups
+    by_xla = XlaCodedMatmul(num_shards, widens_in_place, mx_by_output=mx_by_output)
     experts_by_xla = XlaExperts(coded=replace(by_xla, num_shards=1))
+    if chip.platform == "tpu":
+        linear = (TpuCodedMatmul(chip=chip.name), by_xla)
+        tpu = None
+        if _expert_specs(architecture):
+            tpu = _experts_on_tpu(chip, architecture, num_shards, num_tokens, dtype, are_codes=True)
+        if not isinstance(tpu, TpuExperts):
+            return Products(linear=linear, experts=(experts_by_xla,))
+        tpu = replace(tpu, mx_by_output=mx_by_output)
+        return Products(linear=linear, experts=(tpu, experts_by_xla))
     if isinstance(library, NoLibrary):
         return Products(linear=(by_xla,), experts=(experts_by_xla,))
     # XLA cannot shard the native product.
@@ -158,11 +175,11 @@ def choose_experts(
 ) -> ExpertsOp | None:
     """The implementation of the experts, for steps of up to so many tokens; None if the model has
     none."""
-    specs = {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
+    specs = _expert_specs(architecture)
     if not specs:
         return None
     if chip.platform == "tpu":
-        return _experts_on_tpu(chip, specs, architecture, num_shards, num_tokens, dtype)
+        return _experts_on_tpu(chip, architecture, num_shards, num_tokens, dtype)
     if chip.platform == "gpu":
         return _experts_on_gpu(chip, specs, architecture.hidden_size, num_shards, dtype)
     if isinstance(library, NoLibrary):  # the reason is logged already
@@ -180,17 +197,22 @@ def choose_experts(
     return native
 
 
+def _expert_specs(architecture: Architecture) -> set[MoESpec]:
+    return {ffn for layer in architecture.layers for ffn in layer.ffns if isinstance(ffn, MoESpec)}
+
+
 def _experts_on_tpu(
     chip: Chip,
-    specs: Collection[MoESpec],
     architecture: Architecture,
     num_shards: int,
     num_tokens: int,
     dtype: Any,
-) -> ExpertsOp:
+    *,
+    are_codes: bool = False,
+) -> TpuExperts | XlaExperts:
     tpu = TpuExperts(chip=chip.name)
     try:
-        for spec in specs:
+        for spec in _expert_specs(architecture):
             whole = spec.has_whole_experts
             tpu.check(
                 num_experts=spec.num_experts // (num_shards if whole else 1),
@@ -200,6 +222,7 @@ def _experts_on_tpu(
                 size=spec.intermediate_size // (1 if whole else num_shards),
                 hidden_size=spec.input_size(architecture.hidden_size),
                 dtype=dtype,
+                are_codes=are_codes,
             )
     except ValueError as error:
         logger.warning("experts: XLA's loop, not 'tpu', since %s", error)

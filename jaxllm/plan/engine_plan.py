@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.common import cdiv
 from jaxllm_kernels.dense.api import ROUNDED_XLA, Matmul
@@ -43,7 +43,7 @@ from jaxllm.plan.images import ImagePlan
 from jaxllm.plan.offload import OffloadPlan
 from jaxllm.plan.stages import StagePlan
 from jaxllm.pooler_config import Pooling
-from jaxllm.quantization.linear import CodedExperts
+from jaxllm.quantization.linear import CodedExperts, CodedHead, CodedLinear, put_on_mesh
 from jaxllm.sampling.layout import Layout
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS, SamplingParams
 from jaxllm.speculative_config import Speculation
@@ -213,7 +213,7 @@ class EnginePlan:
         model = self.model_class.abstract(
             self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
         )
-        return self._with_kernels(model, self.experts)
+        return self._with_kernels(model, self.experts, stage.mesh)
 
     def adapter_arrays(self, stage: StagePlan) -> AdapterArrays:
         """The arrays of adapters in a stage."""
@@ -237,16 +237,20 @@ class EnginePlan:
 
     def abstract_draft(self) -> Model | DraftHead:
         """The model or the head that drafts, with shapes in place of weights."""
-        num_shards = self.stages[0].mesh.shape[TENSOR]
+        mesh = self.stages[0].mesh
+        num_shards = mesh.shape[TENSOR]
         if (head := self.draft_head) is not None:
-            return self._with_kernels(head.spec.abstract(self.dtype, num_shards), head.experts)
+            abstract = head.spec.abstract(self.dtype, num_shards)
+            return self._with_kernels(abstract, head.experts, mesh)
         assert (draft := self.draft_model) is not None
         model = draft.model_class.abstract(draft.architecture, self.dtype, num_shards)
-        return self._with_kernels(model, draft.experts)
+        return self._with_kernels(model, draft.experts, mesh)
 
-    def _with_kernels(self, model: Any, experts: ExpertsOp | None) -> Any:
-        """The model, computed by the kernels of the plan."""
+    def _with_kernels(self, model: Any, experts: ExpertsOp | None, mesh: Mesh) -> Any:
+        """The model, computed by the kernels of the plan on a mesh."""
         for _, module in nnx.iter_graph(model):
+            if isinstance(module, CodedLinear | CodedHead):
+                put_on_mesh(module, mesh)
             if isinstance(module, Summing):
                 module.row_sums = self.row_sums
             if isinstance(module, Product):

@@ -50,6 +50,7 @@ from jaxllm.plan.choose_kernels import (
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.choose_state_ops import choose_state_ops
+from jaxllm.plan.count_weights import count_weights
 from jaxllm.plan.draft_head import plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
@@ -74,11 +75,10 @@ from jaxllm.plan.stages import (
     stage_meshes,
 )
 from jaxllm.quantization.config_file import read_config
-from jaxllm.quantization.linear import describe_products
+from jaxllm.quantization.linear import describe_products, has_plain_experts
 from jaxllm.sampling.logits_processor import load_logits_processors
 from jaxllm.sampling_params import MAX_STEP_LOGPROBS
 from jaxllm.weights.checkpoint import resolve_model_dir
-from jaxllm.weights.loader import weights_bytes
 
 
 def make_plan(
@@ -125,21 +125,29 @@ def make_plan(
     library = load_native_kernels(
         config, chip, dtype, kv_cache and kv_cache.codes, num_shards, samples=pooling is None
     )
-
-    def products_of(architecture: Architecture) -> Architecture:
-        scheme = architecture.scheme
-        if scheme is None:
-            return architecture
-        products = choose_products(chip, library, num_shards, keeps_groups=scheme.keeps_groups)
-        return architecture.with_products(products)
-
-    architecture = products_of(architecture)
     max_model_len = choose_max_model_len(model.max_model_len, architecture)
     max_num_seqs = config.scheduler.max_num_seqs or DEFAULTS[platform].max_num_seqs
     is_encoder = pooling is not None and pooling.sees_all
     max_num_batched_tokens = choose_max_num_batched_tokens(
         config, platform, max_num_seqs, max_model_len, is_encoder=is_encoder
     )
+
+    def products_of(architecture: Architecture) -> Architecture:
+        scheme = architecture.scheme
+        if scheme is None:
+            return architecture
+        products = choose_products(
+            chip,
+            library,
+            architecture,
+            num_shards,
+            max_num_batched_tokens,
+            dtype,
+            keeps_groups=scheme.keeps_groups,
+        )
+        return architecture.with_products(products)
+
+    architecture = products_of(architecture)
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
     speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
 
@@ -258,6 +266,8 @@ def make_plan(
         request_len=config.cache.kv_cache_request_len,
     )
 
+    counts = [count_weights(its, mesh) for its, mesh in zip(in_parts, meshes, strict=True)]
+
     def plan_stages(
         groups: Sequence[CacheGroup], snapshots: StateSnapshots | None = None
     ) -> tuple[StagePlan, ...]:
@@ -287,15 +297,14 @@ def make_plan(
                 block_bytes=tuple(
                     device_bytes(cache(c, 1, mesh)) for c in abstract.attention_configs
                 ),
-                weights_bytes=weights_bytes(abstract, mesh)
-                + (0 if draft is None else draft.weights_bytes),
+                weights=weights,
                 between=between.of_stage(mesh, part, abstract.state_configs),
                 draft=None
                 if draft is None
                 else draft.with_caches(lambda c, n, mesh=mesh: cache(c, n, mesh), num_blocks),
             )
-            for index, (part, mesh, abstract) in enumerate(
-                zip(parts, meshes, in_parts, strict=True)
+            for index, (part, mesh, abstract, weights) in enumerate(
+                zip(parts, meshes, in_parts, counts, strict=True)
             )
         )
 
@@ -348,7 +357,8 @@ def make_plan(
         attention_configs=attention_configs,
         matmul=matmul,
         head_products=choose_head_products(library, attention_configs, num_shards),
-        experts=experts_of(architecture),
+        # Experts with codes have implementations of their own.
+        experts=experts_of(architecture) if any(map(has_plain_experts, in_parts)) else None,
         counts_experts=counts_experts,
         coded_products=tuple(
             dict.fromkeys(how for abstract in in_parts for how in describe_products(abstract))

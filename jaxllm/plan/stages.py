@@ -24,6 +24,7 @@ from jaxllm.models.part import ModelPart
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import device_bytes, make_mesh, num_pieces, sharding
 from jaxllm.plan.between_steps import BetweenSteps
+from jaxllm.plan.count_weights import WeightCounts
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plural import counted
 
@@ -41,14 +42,14 @@ class StagePlan:
     snapshot_shapes: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]  # copies of such states
     attention_configs: tuple[MixerConfig, ...]  # of one device
     block_bytes: tuple[int, ...]  # of a block on one device, by attention
-    weights_bytes: int  # on one device, with those that draft
+    weights: WeightCounts  # on one device, without those that draft
     between: BetweenSteps  # what is there between steps beside these
     draft: DraftPlan | None = None
 
     @property
-    def model_weights_bytes(self) -> int:
-        """The bytes of weights on one device, without those that draft."""
-        return self.weights_bytes - (0 if self.draft is None else self.draft.weights_bytes)
+    def weights_bytes(self) -> int:
+        """The bytes of weights on one device, with those that draft."""
+        return self.weights.num_bytes + (0 if self.draft is None else self.draft.weights_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -83,7 +83,8 @@ class PlanReport:
     dtype: str
     attention_backend: str
     kv_cache: str | None  # the codes of cached keys and values; None: they have the model's type
-    experts: str | None  # None: the model has none
+    experts: str | None  # None: the model has none, or they are codes
+    coded_products: tuple[str, ...]  # how products with codes are computed, in words
     layers: list[str]  # a line for each distinct one
     hbm_bytes: int
     weights_bytes: int
@@ -152,6 +153,8 @@ def report_plan(
     with CompileProgress(total) as progress:
         for stage in plan.stages:
             declared = declare_stage_programs(plan, stage, layouts)
+            weights, state, *_ = declared[plan.buckets[-1]].arguments
+            arrays = jax.tree.leaves((weights, state.caches, state.snapshots))
             compiled = []
             for key in declared if wanted is None else wanted:
                 program, name = declared[key], program_key(stage, key)
@@ -160,8 +163,6 @@ def report_plan(
                     executable = program.compile(program.lower())
                     seconds = time.perf_counter() - start
                 on_compiled(name, executable)
-                arguments = jax.tree.leaves(program.arguments[:2])
-                arrays = [array for array in arguments if array.dtype == plan.dtype]
                 compiled.append(
                     _report_program(plan, stage, key, executable, seconds, arrays, context)
                 )
@@ -181,6 +182,7 @@ def report_plan(
         attention_backend=plan.attention.name,
         kv_cache=None if plan.kv_cache is None else str(plan.kv_cache),
         experts=None if plan.experts is None else plan.experts.name,
+        coded_products=plan.coded_products,
         layers=describe_layers(plan.architecture),
         hbm_bytes=plan.chip.hbm_bytes,
         weights_bytes=fullest.weights_bytes,
@@ -221,8 +223,8 @@ def _report_program(
     arrays: list[jax.ShapeDtypeStruct],
     context: int,
 ) -> ProgramReport:
-    """Report a compiled program. `arrays` are its weights and caches: its other inputs are no
-    larger than activations."""
+    """Report a compiled program. `arrays` are the weights and caches of its stage: its other inputs
+    are no larger than activations."""
     memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -267,7 +269,7 @@ def _report_stage(
             code_bytes=max(p.code_bytes for p in programs),
         ),
         roofline=roofline(plan, stage),
-        draft_weights_bytes=stage.weights_bytes - stage.model_weights_bytes,
+        draft_weights_bytes=stage.weights_bytes - stage.weights.num_bytes,
         draft_cache_bytes=0 if stage.draft is None else stage.draft.kv_cache_bytes,
         recurrent_bytes=stage.states_bytes,
         snapshots_bytes=stage.snapshots_bytes,
@@ -283,26 +285,26 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
     has_head = part.has_head and plan.num_logits > 0
-    embedding = (plan.num_logits or arch.vocab_size) * arch.hidden_size / num_shards
+    table = (plan.num_logits or arch.vocab_size) * arch.hidden_size / num_shards
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
     # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
     is_shared = part.embeds and has_head and arch.tie_word_embeddings
-    num_tables = part.embeds + has_head - is_shared
-    matrices = stage.model_weights_bytes / itemsize - embedding * num_tables
+    looked_up = table * (part.embeds and not is_shared)
     if (own := arch.per_layer_input) is not None:
-        # It is looked up, too.
-        matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
-    head = embedding if has_head else 0
-    experts = _experts(plan, stage)
-    of_experts = sum(its.num_bytes for its in experts) / itemsize
-    chosen = sum(its.num_bytes * its.share for its in experts) / itemsize
+        looked_up += own.vocab_size * own.size * arch.num_layers / num_shards
+    head = table if has_head else 0
+    experts = tuple(ExpertLayers(size, share) for share, size in stage.weights.expert_bytes)
+    of_experts = expert_weights(arch, part)
+    not_chosen = sum(count * (1 - share) for share, count in of_experts.items()) / num_shards
     return Roofline(
         bytes_per_second=chip.hbm_bytes_per_second,
         flops_per_second=chip.bf16_flops_per_second,
-        bytes_per_step=(matrices - of_experts + head) * itemsize,
-        flops_per_token=2 * (matrices - of_experts + chosen),
+        bytes_per_step=stage.weights.num_bytes
+        - looked_up * itemsize
+        - sum(its.num_bytes for its in experts),
+        flops_per_token=2 * (stage.weights.num_weights - looked_up - head - not_chosen),
         flops_per_row=2 * head,
         windows=_windows(plan, stage),
         # The states of a row are read and written.
@@ -311,13 +313,6 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
         sent_bytes_per_token=num_sums * arch.hidden_size * itemsize * sent_per_byte,
         link_bytes_per_second=chip.link_bytes_per_second,
     )
-
-
-def _experts(plan: EnginePlan, stage: StagePlan) -> tuple[ExpertLayers, ...]:
-    """The experts of a stage on one device."""
-    scale = plan.dtype.itemsize / stage.mesh.shape[TENSOR]
-    weights = expert_weights(plan.architecture, stage.part)
-    return tuple(ExpertLayers(count * scale, share) for share, count in weights.items())
 
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:

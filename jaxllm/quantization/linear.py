@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxllm_kernels.coded import CodedWeight, CodeForm
+from jaxllm_kernels.dense.tpu import TpuCodedMatmul
 from jaxllm_kernels.dense.xla import XlaCodedMatmul
 from jaxllm_kernels.experts.xla import XlaExperts
 
@@ -82,6 +84,21 @@ class CodedExperts(Experts):
     def matrices(self, of: Any) -> tuple[Any, Any]:
         gate_up, down = self.forms
         return _coded(self, "w13_weight", gate_up, of), _coded(self, "w2_weight", down, of)
+
+
+def put_on_mesh(module: CodedLinear | CodedHead, mesh: Mesh) -> None:
+    """Tell a product that every device computes for itself how its weight is cut over a mesh."""
+    leaf = "matmul" if isinstance(module, CodedLinear) else "by_codes"
+    product = getattr(module, leaf)
+    if isinstance(product, TpuCodedMatmul):
+        outputs, inputs = partition_spec(vars(module)["weight"].get_metadata()["axes"])
+        setattr(module, leaf, replace(product, mesh=mesh, cut=(outputs, inputs)))
+
+
+def has_plain_experts(model: Any) -> bool:
+    """Whether experts of a model have weights that are no codes."""
+    modules = (module for _, module in nnx.iter_graph(model))
+    return any(isinstance(its, Experts) and not isinstance(its, CodedExperts) for its in modules)
 
 
 def describe_products(model: Any) -> tuple[str, ...]:

@@ -38,8 +38,11 @@ _TPU_SLICES = {
     "v6e-4": _Slice("v6e:2x2", (2, 2, 1)),
     "v6e-8": _Slice("v6e:2x4", (2, 4, 1)),
     "v6e-16": _Slice("v6e:4x4"),
+    "v6e-32": _Slice("v6e:4x8"),
+    "v6e-64": _Slice("v6e:8x8"),
     "v7x-8": _Slice("tpu7x:2x2x1"),
     "v7x-16": _Slice("tpu7x:2x2x2"),
+    "v7x-32": _Slice("tpu7x:2x2x4"),
 }
 _GPUS = ("h200",)
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jaxllm_kernels.coded import CodeForm
+from jaxllm_kernels.coded_cases import FORMS
 from jaxllm_kernels.experts.api import ExpertsConfig
 from jaxllm_kernels.experts.cases import CASES, CLAMPED, Case, operands, run_case
 from jaxllm_kernels.experts.tpu import TpuExperts, Tuning
@@ -123,6 +125,62 @@ def test_blocks_of_an_expert(name, dtype, few):
     tuning = MANY.tuning._replace(few_tokens=64 if few else 0, block_bytes=BLOCK_BYTES)
     run_case(dataclasses.replace(MANY, tuning=tuning), CUT_CASES[name], dtype)
     assert_no_races()
+
+
+BLOCKS_OF_CODES = CodeForm(codes="float8_e4m3fn", group=128)
+CODED_CASES = {
+    # DeepSeek's, with several groups of both matrices.
+    "groups": (
+        Case(num_tokens=9, num_choices=2, num_experts=3, size=256, hidden_size=384),
+        BLOCKS_OF_CODES,
+    ),
+    # Inputs that are widened in several parts, and blocks of which the last are shorter.
+    "wide": (CASES["wide"], FORMS["int8"]),
+    "turned": (CUT_CASES["turned"], FORMS["float8"]),
+    "scaled inputs": (CASES["scaled inputs"], FORMS["float8"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "few"),
+    [
+        ("groups", "bfloat16", True),
+        ("groups", "float32", False),
+        ("turned", "bfloat16", False),
+        pytest.param("wide", "float32", True, marks=pytest.mark.sweep),
+        pytest.param("wide", "bfloat16", False, marks=pytest.mark.sweep),
+        pytest.param("turned", "float32", True, marks=pytest.mark.sweep),
+        pytest.param("scaled inputs", "bfloat16", False, marks=pytest.mark.sweep),
+    ],
+)
+def test_codes_of_8_bits(name, dtype, few):
+    case, form = CODED_CASES[name]
+    assert MANY.tuning is not None
+    tuning = MANY.tuning._replace(few_tokens=64 if few else 0, block_bytes=BLOCK_BYTES)
+    run_case(dataclasses.replace(MANY, tuning=tuning), case, dtype, form)
+    assert_no_races()
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (FORMS["int4"], "by those of 8 bits without offsets"),
+        (FORMS["int8, groups, offsets"], "by those of 8 bits without offsets"),
+        (FORMS["int8, groups of 16"], "groups of 16 inputs are no multiple of 128"),
+        (FORMS["mxfp4"], "by those of 8 bits without offsets"),
+        (CodeForm(codes="int8", scale_dtype="float16"), "scales are float16"),
+    ],
+)
+def test_codes_that_the_kernels_do_not_multiply_by_are_refused(form, why):
+    with pytest.raises(ValueError, match=why):
+        FEW.held(form, 256, 384)
+    with pytest.raises(ValueError, match="not fewer than 128 groups of 128"):
+        FEW.held(BLOCKS_OF_CODES, 256, 128 * 128)
+
+
+def test_codes_of_4_bits_with_powers_of_two_are_held_as_float8():
+    op = dataclasses.replace(FEW, mx_by_output=True)
+    assert op.held(FORMS["mxfp4"], 256, 384) == CodeForm(codes="float8_e4m3fn")
 
 
 @OPS

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.experts.cases import CLAMPED
 from jaxllm_kernels.experts.tpu import TpuExperts
@@ -37,6 +38,7 @@ class Model(NamedTuple):
     num_choices: int
     config: ExpertsConfig = ExpertsConfig()
     has_bias: bool = False
+    form: CodeForm | None = None
 
 
 MODELS = {
@@ -50,6 +52,15 @@ MODELS = {
         16, 1856, 2688, 6, ExpertsConfig(is_gated=False)
     ),
     "gpt-oss-20b, cut in 2": Model(32, 1440, 2880, 4, CLAMPED, True),
+    "gpt-oss-120b in codes, whole experts on 8 devices": Model(
+        16, 2880, 2880, 4, CLAMPED, True, CodeForm(codes="float8_e4m3fn")
+    ),
+    "DeepSeek-V3 in codes, whole experts on 8 devices": Model(
+        32, 2048, 7168, 8, form=CodeForm(codes="float8_e4m3fn", group=128)
+    ),
+    "Qwen3-30B-A3B in codes, whole experts on 8 devices": Model(
+        16, 768, 2048, 8, form=CodeForm(codes="int8")
+    ),
 }
 
 
@@ -66,10 +77,17 @@ def compile_experts(model: Model, num_tokens: int, device) -> jax.stages.Compile
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     experts, size, hidden = model.num_experts, model.size, model.hidden_size
-    halves = model.config.num_halves
+    halves, form = model.config.num_halves, model.form
+
+    def matrix(*shape):
+        if form is None:
+            return array(*shape)
+        scales = array(*shape[:-1], form.num_groups(shape[-1]), dtype=form.scale_dtype)
+        return CodedWeight(codes=array(*shape, dtype=form.codes), scales=scales, form=form)
+
     weights = ExpertWeights(
-        gate_up=array(experts, halves, size, hidden),
-        down=array(experts, hidden, size),
+        gate_up=matrix(experts, halves, size, hidden),
+        down=matrix(experts, hidden, size),
         gate_up_bias=array(experts, halves, size) if model.has_bias else None,
         down_bias=array(experts, hidden) if model.has_bias else None,
     )

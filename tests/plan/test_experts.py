@@ -11,7 +11,7 @@ from jaxllm_kernels.platform import CHIPS
 
 from jaxllm.config import EngineArgs
 from jaxllm.models.whole_experts import with_whole_experts
-from jaxllm.plan.choose_kernels import choose_experts
+from jaxllm.plan.choose_kernels import choose_experts, choose_products
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.report import roofline
 from jaxllm.programs.roofline import ExpertLayers
@@ -60,6 +60,37 @@ def test_a_bound_counts_the_experts_that_tokens_choose(model):
     assert line.bound(1, 1, nothing).seconds == (dense + weights * itemsize * 3 / 8) / 1e6
     of_all = line.bound(1000, 1, nothing).seconds
     assert of_all == pytest.approx((dense + weights * itemsize) / 1e6)
+
+
+def test_a_bound_counts_codes_by_their_bytes_and_weights_by_their_number(model):
+    lines, plans = [], []
+    for quantization in (None, "int8"):
+        plan = make_plan(EngineArgs(model, **OPTIONS, quantization=quantization))
+        chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)
+        lines.append(roofline(dataclasses.replace(plan, chip=chip), *plan.stages))
+        plans.append(plan)
+    floats, codes = lines
+    (experts,) = codes.experts
+    # Each output of 8 experts has a scale: 2 * 32 of gate and up, 64 of down.
+    assert experts == ExpertLayers(8 * (3 * 32 * 64 + 4 * (2 * 32 + 64)), 3 / 8)
+    embedding = plan.num_logits * 64 * plan.dtype.itemsize
+    assert codes.bytes_per_step == plan.weights_bytes - embedding - experts.num_bytes
+    assert codes.bytes_per_step < floats.bytes_per_step
+    assert codes.flops_per_token == floats.flops_per_token
+    # Experts with codes are computed by what is told of codes.
+    assert plan.experts is None and plans[0].experts is not None
+    assert "experts '" not in summary(plan) and "of experts: 'native'" in summary(plan)
+
+
+@pytest.mark.parametrize(("chip", "names"), [("v7x", ["tpu", "xla"]), ("h200", ["xla"])])
+def test_tpus_have_kernels_for_experts_with_codes(model, chip, names):
+    architecture = make_plan(EngineArgs(model, **OPTIONS)).architecture
+    none = NoLibrary("this is no CPU")
+    products = choose_products(
+        CHIPS[chip], none, architecture, 1, 64, "bfloat16", keeps_groups=False
+    )
+    assert [op.name for op in products.experts] == names
+    assert [op.name for op in products.linear] == names
 
 
 def test_expected_distinct_experts():

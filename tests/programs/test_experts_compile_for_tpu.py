@@ -78,6 +78,28 @@ DEEPSEEK_V3 = tiny_config("deepseek_v3") | {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+# As they are released: experts in MXFP4, and codes of fp8 with a scale for each block.
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+}
+DEEPSEEK_V3_FP8 = DEEPSEEK_V3 | {
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}
 TWO_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 
 
@@ -101,8 +123,14 @@ def sweep(*values):
         sweep(two_of(QWEN3_30B_A3B), "v5e-8", True, False),
         sweep(two_of(GPT_OSS_20B), "v6e-8", True, True),
         sweep(two_of(DEEPSEEK_V3), "v6e-16", True, True),
+        (two_of(DEEPSEEK_V3_FP8), "v7x-8", True, True),
+        sweep(two_of(DEEPSEEK_V3_FP8), "v7x-8", True, False),
+        sweep(two_of(GPT_OSS_120B), "v7x-8", True, True),
         sweep(QWEN3_30B_A3B, "v6e-8", True, True),
         sweep(GPT_OSS_20B, "v6e-8", True, True),
+        sweep(GPT_OSS_120B, "v7x-8", True, True),
+        sweep(DEEPSEEK_V3_FP8, "v7x-8", True, True),
+        sweep(DEEPSEEK_V3, "v6e-64", True, True),
     ],
 )
 def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(
@@ -120,7 +148,9 @@ def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(
         enable_expert_parallel=whole,
     )
     plan = make_plan(args, topology_devices(slice_name)[:num_shards])
-    assert plan.experts is not None and plan.experts.name == "tpu"
+    of_codes = {how.partition(" of experts: ")[2] for how in plan.coded_products} - {""}
+    of_experts = of_codes if plan.experts is None else {repr(plan.experts.name)}
+    assert of_experts == {"'tpu'"}
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = max(bucket for bucket in plan.buckets if bucket.decode_only == decodes)
     compiled = Programs(declared)[bucket]

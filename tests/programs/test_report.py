@@ -54,6 +54,18 @@ def test_the_largest_of_each_kind_is_compiled(model_dir):
     assert report.num_fitting == report.num_tokens // 32
 
 
+def test_copies_of_codes_are_looked_for(model_dir, monkeypatch):
+    looked_for = []
+    monkeypatch.setattr(
+        "jaxllm.programs.report.whole_array_copies",
+        lambda hlo, arrays: looked_for.extend(arrays) or [],
+    )
+    args = EngineArgs(model=model_dir, quantization="int8", kv_cache_dtype="fp8", **OPTIONS)
+    report_plan(make_plan(args), context=32, all_programs=False)
+    # Codes of a cache are kept as bytes.
+    assert {"int8", "uint8"} <= {array.dtype.name for array in looked_for}
+
+
 def test_a_bound_counts_weights_and_contexts_once(model_dir):
     plan = make_plan(EngineArgs(model=model_dir, **OPTIONS))
     chip = dataclasses.replace(plan.chip, hbm_bytes_per_second=1e6, bf16_flops_per_second=1e18)

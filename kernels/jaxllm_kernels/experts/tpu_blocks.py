@@ -1,18 +1,44 @@
 """What both TPU kernels compute with a block of weights, and which block each step has."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxllm_kernels.coded import CodedWeight
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights, between
 from jaxllm_kernels.experts.tpu_sizes import LANES, Blocks
+from jaxllm_kernels.tpu_product import product
 
 # A reference to memory. (Type checkers know only a part of `jax.Ref`.)
 Ref = Any
+
+
+class WeightRefs(NamedTuple):
+    """The blocks of a step. Scales are those of codes, one row for each group of inputs."""
+
+    gate_up: Ref  # [1, halves, inner, D], or turned
+    down: Ref  # [1, outer, F], or turned
+    gate_up_scales: Ref | None  # [1, halves, groups, inner]
+    down_scales: Ref | None  # [1, groups, outer]
+    gate_up_bias: Ref | None  # [1, halves, inner]
+    down_bias: Ref | None  # [1, 1, outer]
+
+    @classmethod
+    def take(
+        cls, refs: Sequence[Ref], blocks: Blocks, *, has_bias: bool
+    ) -> tuple["WeightRefs", Sequence[Ref]]:
+        """The first references of a kernel, which are those of its operands in the order of
+        `weight_operands`, and the others."""
+        its = iter(refs)
+        matrices = next(its), next(its)
+        none = None, None
+        scales = (next(its), next(its)) if blocks.stored.gate_up_groups else none
+        biases = (next(its), next(its)) if has_bias else none
+        return cls(*matrices, *scales, *biases), tuple(its)
 
 
 def weight_operands(
@@ -45,12 +71,18 @@ def weight_operands(
 
     gate_up_shape = _turned((blocks.inner, blocks.hidden_size), blocks.turns_gate_up)
     down_shape = _turned((blocks.outer, blocks.size), blocks.turns_down)
-    gate_up_array, down_array = weights.arrays
+    gate_up_array, down_array = (
+        its.codes if isinstance(its, CodedWeight) else its
+        for its in (weights.gate_up, weights.down)
+    )
     # In memory the axes are in this order already.
     operands = [
         gate_up_array.swapaxes(2, 3) if blocks.turns_gate_up else gate_up_array,
         down_array.swapaxes(1, 2) if blocks.turns_down else down_array,
     ]
+    if isinstance(weights.gate_up, CodedWeight) and isinstance(weights.down, CodedWeight):
+        # So are these: an output has fewer groups than a register has lanes.
+        operands += [weights.gate_up.scales.swapaxes(2, 3), weights.down.scales.swapaxes(1, 2)]
     if not emulated:
         # Otherwise XLA might load all experts into VMEM in advance, where these are small.
         operands = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in operands]
@@ -58,6 +90,21 @@ def weight_operands(
         pl.BlockSpec((1, blocks.num_halves, *gate_up_shape), gate_up),
         pl.BlockSpec((1, *down_shape), down),
     ]
+    if blocks.stored.gate_up_groups:
+
+        def gate_up_scales(*where: Any) -> tuple:
+            expert, block = inner(*where)
+            return expert, 0, 0, block
+
+        def down_scales(*where: Any) -> tuple:
+            expert, block = outer(*where)
+            return expert, 0, block
+
+        _, num_inner, num_outer = blocks.stored
+        specs += [
+            pl.BlockSpec((1, blocks.num_halves, num_inner, blocks.inner), gate_up_scales),
+            pl.BlockSpec((1, num_outer, blocks.outer), down_scales),
+        ]
     if weights.gate_up_bias is not None:
         operands.append(weights.gate_up_bias)
 
@@ -82,20 +129,30 @@ def _turned(pair: tuple, is_turned: bool) -> tuple:
 
 
 def intermediate(
-    rows: jax.Array, gate_up: Ref, bias: Ref | None, *, config: ExpertsConfig, blocks: Blocks
+    rows: jax.Array, weights: WeightRefs, *, config: ExpertsConfig, blocks: Blocks
 ) -> jax.Array:
     """The intermediate values of a block, for these rows."""
+    scales, bias = weights.gate_up_scales, weights.gate_up_bias
     halves = [
-        _dot(rows, gate_up[0, half], blocks.turns_gate_up) for half in range(blocks.num_halves)
+        product(
+            rows,
+            weights.gate_up[0, half],
+            None if scales is None else scales[0, half],
+            blocks.turns_gate_up,
+        )
+        for half in range(blocks.num_halves)
     ]
     if bias is not None:
         halves = [x + bias[0, pl.ds(half, 1)] for half, x in enumerate(halves)]
     return between(halves, config).astype(rows.dtype)
 
 
-def outputs(inner: jax.Array, down: Ref, bias: Ref | None, *, blocks: Blocks) -> jax.Array:
+def outputs(inner: jax.Array, weights: WeightRefs, *, blocks: Blocks) -> jax.Array:
     """The outputs of a block, in float32."""
-    output = _dot(inner, down[0], blocks.turns_down)
+    scales, bias = weights.down_scales, weights.down_bias
+    output = product(
+        inner, weights.down[0], None if scales is None else scales[0], blocks.turns_down
+    )
     return output if bias is None else output + bias[0].astype(jnp.float32)
 
 
@@ -104,15 +161,3 @@ def columns(block: jax.Array, size: int, num_blocks: int) -> Any:
     if num_blocks == 1:
         return slice(None)
     return pl.ds(pl.multiple_of(block * size, LANES), size)
-
-
-def _dot(rows: jax.Array, weights: jax.Array, is_turned: bool) -> jax.Array:
-    """Products of rows with weights, summed in float32."""
-    is_wide = rows.dtype == jnp.float32
-    return lax.dot_general(
-        rows,
-        weights,
-        dimension_numbers=(((1,), (0 if is_turned else 1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.experts.tpu_blocks import (
     Ref,
+    WeightRefs,
     columns,
     intermediate,
     outputs,
@@ -67,7 +68,7 @@ def run_few(
         cost_estimate=pl.CostEstimate(
             flops=most * blocks.flops(num_tokens),
             transcendentals=most * num_tokens * blocks.size,
-            bytes_accessed=most * blocks.flops(1) // 2 * x.dtype.itemsize,
+            bytes_accessed=most * blocks.flops(1) // 2 * jnp.dtype(blocks.stored.dtype).itemsize,
         ),
         interpret=interpret,
         name="experts_few",
@@ -90,14 +91,12 @@ def _step(
     x: Ref,
     chosen: Ref,
     factors: Ref,
-    gate_up: Ref,
-    down: Ref,
     *refs: Ref,
     config: ExpertsConfig,
     blocks: Blocks,
     has_bias: bool,
 ) -> None:
-    gate_up_bias, down_bias, y, inner = refs if has_bias else (None, None, *refs)
+    weights, (y, inner) = WeightRefs.take(refs, blocks, has_bias=has_bias)
     item, step = pl.program_id(0), pl.program_id(1)
     is_choice = chosen[...] == experts[item]
     factor = jnp.sum(jnp.where(is_choice, factors[...], 0), axis=1, keepdims=True)
@@ -112,11 +111,11 @@ def _step(
         if config.scales_input:
             rows = (rows.astype(jnp.float32) * factor).astype(x.dtype)
         here = columns(step, blocks.inner, blocks.num_inner)
-        inner[:, here] = intermediate(rows, gate_up, gate_up_bias, config=config, blocks=blocks)
+        inner[:, here] = intermediate(rows, weights, config=config, blocks=blocks)
 
     @pl.when(step >= blocks.num_inner)
     def _():
-        output = outputs(inner[:, : blocks.size], down, down_bias, blocks=blocks)
+        output = outputs(inner[:, : blocks.size], weights, blocks=blocks)
         if not config.scales_input:
             output = output * factor
         here = columns(step - blocks.num_inner, blocks.outer, blocks.num_outer)

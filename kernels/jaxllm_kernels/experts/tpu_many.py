@@ -21,6 +21,7 @@ from jaxllm_kernels.common import round_up
 from jaxllm_kernels.experts.api import ExpertsConfig, ExpertWeights
 from jaxllm_kernels.experts.tpu_blocks import (
     Ref,
+    WeightRefs,
     columns,
     intermediate,
     outputs,
@@ -87,7 +88,7 @@ def run_many(
         cost_estimate=pl.CostEstimate(
             flops=blocks.flops(num_choices),
             transcendentals=num_choices * blocks.size,
-            bytes_accessed=sum(array.nbytes for array in weights.arrays) + 3 * x.nbytes,
+            bytes_accessed=sum(array.nbytes for array in operands) + 3 * x.nbytes,
         ),
         interpret=interpret,
         name="experts_many",
@@ -112,8 +113,8 @@ def _step(
     *refs: Ref, config: ExpertsConfig, blocks: Blocks, sizes: ManySizes, has_bias: bool
 ) -> None:
     work = Work(*refs[: len(Work._fields)])
-    x, gate_up, down, *rest = refs[len(Work._fields) :]
-    gate_up_bias, down_bias, y, memory = rest if has_bias else (None, None, *rest)
+    x, *rest = refs[len(Work._fields) :]
+    weights, (y, memory) = WeightRefs.take(rest, blocks, has_bias=has_bias)
     item, step = pl.program_id(0), pl.program_id(1)
     tile_rows = sizes.tile_rows
     num_tiles = _cdiv(work.counts[item], tile_rows)
@@ -134,8 +135,7 @@ def _step(
             at = _rows_of(tile, tile_rows)
             memory.inner[at, here] = intermediate(
                 memory.rows[at, : blocks.hidden_size],
-                gate_up,
-                gate_up_bias,
+                weights,
                 config=config,
                 blocks=blocks,
             )
@@ -148,7 +148,7 @@ def _step(
 
         def compute(tile: jax.Array, _: None) -> None:
             at = _rows_of(tile, tile_rows)
-            output = outputs(memory.inner[at, : blocks.size], down, down_bias, blocks=blocks)
+            output = outputs(memory.inner[at, : blocks.size], weights, blocks=blocks)
             if not config.scales_input:
                 output = output * memory.factors[at, :1]
             memory.outputs[...] = output

@@ -3,15 +3,15 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.tpu_product import LANES, WIDENED_INPUTS
 
-# Lanes of a vector register. The minor dimension of every array is padded to a multiple.
-LANES = 128
 # Rows of a vector register of 32-bit numbers.
 SUBLANES = 8
 
@@ -27,6 +27,15 @@ _BLOCK_BYTES = (4 * _MIB, 2 * _MIB, _MIB)
 _RESERVE = 2 * _MIB
 
 
+class Stored(NamedTuple):
+    """How an expert's matrices are stored."""
+
+    dtype: DTypeLike  # of weights, or of codes
+    # The groups of inputs that share a scale of an output; 0: weights are no codes.
+    gate_up_groups: int = 0
+    down_groups: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
     """How a kernel walks over the weights of an expert: first blocks of intermediate values, of
@@ -35,6 +44,7 @@ class Blocks:
     num_halves: int  # 2: gate and up; 1: up alone
     size: int  # F
     hidden_size: int  # D
+    stored: Stored
     inner: int  # intermediate values of a block
     outer: int  # outputs of a block
     # Whether a matrix has its inputs in rows and its outputs in lanes.
@@ -62,13 +72,19 @@ class Blocks:
         return self.num_outer * self.outer
 
     def vmem_bytes(self, dtype: DTypeLike) -> int:
-        """Memory of the blocks, of which one of each kind is loaded while another is computed.
-        Biases are small."""
-        gate_up = _matrix_bytes(self.inner, self.hidden_size, self.turns_gate_up, dtype)
-        down = _matrix_bytes(self.outer, self.size, self.turns_down, dtype)
+        """Memory of the blocks, of which one of each kind is loaded while another is computed, for
+        activations of this dtype. Biases are small."""
+        code, gate_up_groups, down_groups = self.stored
+        gate_up = matrix_bytes(self.inner, self.hidden_size, self.turns_gate_up, code)
+        down = matrix_bytes(self.outer, self.size, self.turns_down, code)
+        widened = 0
+        if gate_up_groups:
+            gate_up += padded_bytes((gate_up_groups, self.inner), jnp.float32)
+            down += padded_bytes((down_groups, self.outer), jnp.float32)
+            widened = padded_bytes((max(self.inner, self.outer), WIDENED_INPUTS), jnp.float32)
         halves = self.num_halves
         biases = padded_bytes((halves, self.inner), dtype) + padded_bytes((1, self.outer), dtype)
-        return 2 * (halves * gate_up + down + biases) + _RESERVE
+        return 2 * (halves * gate_up + down + biases) + widened + _RESERVE
 
     def flops(self, num_rows: int) -> int:
         """The operations of an expert's products with so many rows."""
@@ -76,34 +92,35 @@ class Blocks:
 
 
 def choose_blocks(
-    num_halves: int, size: int, hidden_size: int, dtype: DTypeLike, block_bytes: int
+    num_halves: int, size: int, hidden_size: int, stored: Stored, block_bytes: int
 ) -> Blocks:
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize = jnp.dtype(stored.dtype).itemsize
     return Blocks(
         num_halves=num_halves,
         size=size,
         hidden_size=hidden_size,
-        inner=_block(size, num_halves * hidden_size * itemsize, block_bytes),
-        outer=_block(hidden_size, size * itemsize, block_bytes),
-        turns_gate_up=_is_turned(size, hidden_size),
-        turns_down=_is_turned(hidden_size, size),
+        stored=stored,
+        inner=block_of(size, num_halves * hidden_size * itemsize, block_bytes),
+        outer=block_of(hidden_size, size * itemsize, block_bytes),
+        turns_gate_up=is_turned(size, hidden_size),
+        turns_down=is_turned(hidden_size, size),
     )
 
 
-def _is_turned(num_outputs: int, num_inputs: int) -> bool:
+def is_turned(num_outputs: int, num_inputs: int) -> bool:
     """Whether XLA keeps arrays of such matrices with the outputs last in memory: it does if that
     pads less. Otherwise the inputs are last, as they are by their axes."""
     rows, lanes = SUBLANES, LANES
-    turned = round_up(num_inputs, rows) * round_up(num_outputs, lanes)
-    return turned < round_up(num_outputs, rows) * round_up(num_inputs, lanes)
+    turned_size = round_up(num_inputs, rows) * round_up(num_outputs, lanes)
+    return turned_size < round_up(num_outputs, rows) * round_up(num_inputs, lanes)
 
 
-def _matrix_bytes(num_outputs: int, num_inputs: int, is_turned: bool, dtype: DTypeLike) -> int:
+def matrix_bytes(num_outputs: int, num_inputs: int, is_turned: bool, dtype: DTypeLike) -> int:
     shape = (num_inputs, num_outputs) if is_turned else (num_outputs, num_inputs)
     return padded_bytes(shape, dtype)
 
 
-def _block(count: int, num_bytes: int, block_bytes: int) -> int:
+def block_of(count: int, num_bytes: int, block_bytes: int) -> int:
     """How many of `count` outputs, of so many bytes each, a block has: all, or whole registers of
     about equal blocks."""
     num_blocks = cdiv(count * num_bytes, block_bytes)
@@ -173,12 +190,13 @@ def choose_few(
     num_halves: int,
     size: int,
     hidden_size: int,
+    stored: Stored,
     dtype: DTypeLike,
     chip: Chip,
 ) -> Blocks:
     """The largest blocks with which the kernel for few tokens fits into a core's memory."""
     for block_bytes in _BLOCK_BYTES:
-        blocks = choose_blocks(num_halves, size, hidden_size, dtype, block_bytes)
+        blocks = choose_blocks(num_halves, size, hidden_size, stored, block_bytes)
         if few_vmem_bytes(blocks, num_tokens, num_choices, dtype) <= vmem_budget(chip):
             return blocks
     raise _too_large(size, hidden_size, chip)
@@ -191,6 +209,7 @@ def choose_many(
     num_halves: int,
     size: int,
     hidden_size: int,
+    stored: Stored,
     dtype: DTypeLike,
     chip: Chip,
 ) -> tuple[int, ManySizes, Blocks]:
@@ -203,7 +222,7 @@ def choose_many(
         tile_rows = 128 if tokens * num_choices <= 64 * num_experts else 256
         for item_rows, block_bytes in itertools.product((512, 256), _BLOCK_BYTES):
             sizes = many_sizes(hidden_size, dtype, item_rows=item_rows, tile_rows=tile_rows)
-            blocks = choose_blocks(num_halves, size, hidden_size, dtype, block_bytes)
+            blocks = choose_blocks(num_halves, size, hidden_size, stored, block_bytes)
             if sizes.vmem_bytes(blocks, tokens, dtype) <= vmem_budget(chip):
                 return tokens, sizes, blocks
     raise _too_large(size, hidden_size, chip)
