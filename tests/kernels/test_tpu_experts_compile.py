@@ -62,6 +62,8 @@ MODELS = {
         16, 768, 2048, 8, form=CodeForm(codes="int8")
     ),
 }
+# Groups of codes take the same code, and more of it.
+SPARED = {"gpt-oss-120b in codes, whole experts on 8 devices"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ def assert_compiles(model: Model, num_tokens: int, device) -> None:
             name,
             num_tokens,
             # The chips go round, so that each meets both kernels.
-            marks=[] if (row + column) % 3 == index else pytest.mark.sweep,
+            marks=[] if (row + column) % 3 == index and name not in SPARED else pytest.mark.sweep,
         )
         for index, chip in enumerate(SLICES)
         for row, name in enumerate(MODELS)

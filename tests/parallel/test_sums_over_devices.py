@@ -1,6 +1,8 @@
 """Products whose sums go over devices, as a compiler for TPUs makes them."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -49,3 +51,38 @@ def test_what_devices_add_up_is_rounded_first(tmp_path):
 
     assert operands(ROUNDED_XLA) == "bf16"
     assert operands(XLA) == "f32"
+
+
+CUT = """
+import os
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+from dataclasses import replace
+
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh
+from jaxllm_kernels.coded import CodeForm
+from jaxllm_kernels.coded_cases import random_weight
+from jaxllm_kernels.dense.api import XLA_CODED
+from jaxllm_kernels.dense.tpu import TpuCodedMatmul
+
+class OnDevices(TpuCodedMatmul):
+    "With XLA's product on each device, in place of the kernel."
+    def _multiply(self, x, weight):
+        return XLA_CODED(x, weight)
+
+random = np.random.default_rng(0)
+x = jnp.asarray(random.standard_normal((3, 512)), jnp.float32)
+weight = random_weight(random, (256, 512), CodeForm(codes="int8", group=128))
+mesh = Mesh(np.array(jax.devices()), ("tensor",))
+op = OnDevices(chip="v7x", mesh=mesh)
+for cut in ((None, None), ("tensor", None), (None, "tensor")):
+    y = jax.jit(replace(op, cut=cut))(x, weight)
+    np.testing.assert_allclose(y, XLA_CODED(x, weight), rtol=2e-5, atol=1e-6 * abs(y).max())
+print("all are equal")
+"""
+
+
+def test_products_with_codes_may_be_cut_by_outputs_and_by_inputs():
+    done = subprocess.run([sys.executable, "-c", CUT], capture_output=True, text=True, check=False)
+    assert done.stdout == "all are equal\n", done.stderr

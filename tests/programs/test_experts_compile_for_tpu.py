@@ -123,7 +123,7 @@ def sweep(*values):
         sweep(two_of(QWEN3_30B_A3B), "v5e-8", True, False),
         sweep(two_of(GPT_OSS_20B), "v6e-8", True, True),
         sweep(two_of(DEEPSEEK_V3), "v6e-16", True, True),
-        (two_of(DEEPSEEK_V3_FP8), "v7x-8", True, True),
+        sweep(two_of(DEEPSEEK_V3_FP8), "v7x-8", True, True),
         sweep(two_of(DEEPSEEK_V3_FP8), "v7x-8", True, False),
         sweep(two_of(GPT_OSS_120B), "v7x-8", True, True),
         sweep(QWEN3_30B_A3B, "v6e-8", True, True),
