@@ -42,7 +42,7 @@ def test_it_counts_the_head(model, head):
     assert both.weights_bytes - alone.weights_bytes > 4 * 2 * 64 * 64
     # It has one layer of the same attention, and the model has two.
     assert both.kv_cache_bytes == alone.kv_cache_bytes * 3 // 2
-    assert both.stages[0].model_weights_bytes == alone.weights_bytes
+    assert both.stages[0].weights.num_bytes == alone.weights_bytes
     assert "draft EagleHead; of these bytes" in summary(both)
 
 

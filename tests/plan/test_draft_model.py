@@ -45,7 +45,7 @@ def test_it_counts_the_draft(model, draft):
     alone, own, both = plan(model), plan(draft), plan(model, draft)
     assert both.weights_bytes == alone.weights_bytes + own.weights_bytes
     assert both.kv_cache_bytes == alone.kv_cache_bytes + own.kv_cache_bytes
-    assert both.stages[0].model_weights_bytes == alone.weights_bytes
+    assert both.stages[0].weights.num_bytes == alone.weights_bytes
     assert "draft LlamaForCausalLM, 1 layer" in summary(both)
     # The same bytes have room for fewer blocks.
     room = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": alone.kv_cache_bytes * 2}
