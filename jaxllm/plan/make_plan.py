@@ -305,11 +305,13 @@ def make_plan(
 
     num_devices = sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size
     one_block = sizes.divide(windows, num_blocks=1)
+    of_adapters = (0,) * len(meshes) if adapters is None else adapters.bytes_by_stage
     snapshots = choose_snapshots(
         config.cache,
         plan_stages(one_block),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        adapters_bytes=of_adapters,
         num_devices=num_devices,
     )
     num_blocks = min(
@@ -318,7 +320,7 @@ def make_plan(
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
             snapshots_bytes=stage.snapshots_bytes,
-            adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
+            adapters_bytes=of_adapters[stage.index],
             other_bytes=stage.between.num_bytes,
             cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
             min_blocks=sizes.max_blocks(windows[0]),
