@@ -20,7 +20,8 @@ class Model(Protocol):
 
     A Param has metadata: `axes` names its axes (see `jaxllm.parallel.sharding`), `parts` lists the
     tensors that are fused in it, `rows` counts its rows without padding, and `columns` its columns.
-    The runner traces the module. The module may jit only functions that depend on nothing but their arguments.
+    The runner traces the module. The module may jit only functions that depend on nothing but their
+    arguments.
     """
 
     @classmethod
