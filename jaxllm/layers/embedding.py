@@ -1,5 +1,7 @@
 """The token embedding and, with the same layout, the output head; learned positions."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -83,15 +85,15 @@ class Positions(nnx.Module):
         return _rows(self.weight[...], positions, self.hidden_size)
 
 
-def pad_tables(model: nnx.Module, multiple: int) -> None:
+def pad_tables(model: Any, multiple: int) -> None:
     """Pad the rows of an abstract model's tables that are looked up to a multiple of elements."""
     for _, module in nnx.iter_graph(model):
         if isinstance(module, Positions) or (isinstance(module, Embedding) and module.looks_up):
-            weight = module.weight
+            weight: Any = module.weight  # of an abstract model: a shape in place of an array
             num_rows, size = weight.shape
-            if columns := -size % multiple:
-                padded = jax.ShapeDtypeStruct((num_rows, size + columns), weight.dtype)
-                module.weight = nnx.Param(padded, **weight.get_metadata() | {"columns": size})
+            padded = jax.ShapeDtypeStruct((num_rows, round_up(size, multiple)), weight.dtype)
+            weight.set_raw_value(padded)
+            weight.set_metadata(columns=size)
 
 
 def _rows(table: jax.Array, indices: jax.Array, size: int) -> jax.Array:
