@@ -24,6 +24,7 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, device_bytes
+from jaxllm.plan.abstract import abstract_model
 from jaxllm.plan.adapters import plan_adapters
 from jaxllm.plan.batch_invariance import check_invariance, check_options
 from jaxllm.plan.between_steps import StepSizes
@@ -147,7 +148,10 @@ def make_plan(
     check_num_stages(len(meshes), architecture.num_layers)
     parts = split_model(architecture.num_layers, len(meshes))
     check_parts(parts, architecture)
-    in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
+    in_parts = [
+        abstract_model(model_class, architecture, dtype, mesh, part)
+        for part, mesh in zip(parts, meshes, strict=True)
+    ]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     adapters = plan_adapters(
