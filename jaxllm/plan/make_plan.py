@@ -132,19 +132,14 @@ def make_plan(
     max_num_batched_tokens = choose_max_num_batched_tokens(
         config, platform, max_num_seqs, max_model_len, is_encoder=is_encoder
     )
+    of_step = (num_shards, max_num_batched_tokens, dtype)
 
     def products_of(architecture: Architecture) -> Architecture:
         scheme = architecture.scheme
         if scheme is None:
             return architecture
         products = choose_products(
-            chip,
-            library,
-            architecture,
-            num_shards,
-            max_num_batched_tokens,
-            dtype,
-            keeps_groups=scheme.keeps_groups,
+            chip, library, architecture, *of_step, keeps_groups=scheme.keeps_groups
         )
         return architecture.with_products(products)
 
@@ -173,9 +168,7 @@ def make_plan(
     )
 
     def experts_of(architecture: Architecture) -> ExpertsOp | None:
-        return choose_experts(
-            chip, library, architecture, num_shards, max_num_batched_tokens, dtype
-        )
+        return choose_experts(chip, library, architecture, *of_step)
 
     draft: DraftPlan | None = None
     # Without attention there is still a group, so that requests have lengths: its blocks are empty.
