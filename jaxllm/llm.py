@@ -71,7 +71,8 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts; the results are in the order of the prompts."""
+        """Answer all prompts; the results are in the order of the prompts. An answer that a failed
+        step was computing has the finish_reason 'error'; the others are complete."""
         ids = self._submit(
             as_prompts(prompts), sampling_params, priority, tokenization_kwargs, lora_request
         )

@@ -233,6 +233,11 @@ class Ready(msgspec.Struct, tag=True):
     startup: list[Phase] = []
 
 
+class Follows(msgspec.Struct, tag=True):
+    """The process follows rank 0 of an engine over several hosts. It takes no requests, and ends
+    with rank 0."""
+
+
 class Outputs(msgspec.Struct, tag=True):
     """The outputs of a step for the requests of one frontend."""
 
@@ -271,4 +276,4 @@ class Dead(msgspec.Struct, tag=True):
     failure: Failure
 
 
-FromEngine = Ready | Outputs | Returned | CallFailed | Beat | Dead
+FromEngine = Ready | Follows | Outputs | Returned | CallFailed | Beat | Dead

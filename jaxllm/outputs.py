@@ -43,7 +43,10 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    # 'stop', 'length', 'abort' or 'error': the step that was computing it has failed, or all of the
+    # engine. Then it has the tokens from before, and `stop_reason` says why.
     finish_reason: str | None = None
+    # Of 'stop': the stop string, or the token of stop_token_ids; None for the end of the sequence.
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
 

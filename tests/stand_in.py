@@ -109,6 +109,8 @@ class _NoDevice:
     def wake_cache(self) -> None:
         self.asked.append("wake cache")
 
+    def begin_to_end(self) -> None: ...
+
     def free(self) -> None: ...
 
 

@@ -200,6 +200,10 @@ class EngineCore:
         """The phases of the engine's start."""
         return self.executor.startup
 
+    def begin_shutdown(self) -> None:
+        """Begin what takes long of a shutdown, and return at once. No step follows."""
+        self.executor.begin_shutdown()
+
     def shutdown(self) -> None:
         self._end = ValidationError("the engine has been shut down; make a new one")
         self.in_flight.lose()

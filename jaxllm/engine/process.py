@@ -1,11 +1,12 @@
 """An engine in a process of its own: `python -m jaxllm.engine.process`, started by a frontend.
 
 Standard input brings the Assignment and nothing else. Its end means that the parent is gone, for
-whatever reason, and then this process ends too. The parent decides when to stop, so the process
-ignores signals to the whole group. A watch beside the loop tells frontends that the process lives,
-and ends it when the loop or a device hangs.
+whatever reason, and then this process ends too, in order if it can. The parent decides when to
+stop, so the process ignores signals to the whole group. A watch beside the loop tells frontends
+that the process lives, and ends it when the loop or a device hangs.
 """
 
+import functools
 import gc
 import os
 import queue
@@ -13,17 +14,19 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from typing import BinaryIO, NoReturn
 
 import msgspec
 import zmq
 
+from jaxllm.ending import longest_end_s
 from jaxllm.engine.busy_loop import EVERYBODY, BusyLoop, Inbox, Letter, Outbox, failure_of
 from jaxllm.engine.io_threads import InputThread, OutputThread
 from jaxllm.engine.launch import make_engine
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.logging import init_logger
-from jaxllm.messages import Assignment, Beat, Dead, Failure
+from jaxllm.messages import Assignment, Beat, Dead, Failure, Follows, Hello, Stop
 from jaxllm.watch import Watch
 
 logger = init_logger(__name__)
@@ -42,9 +45,10 @@ def main() -> None:
     outbox: Outbox = queue.SimpleQueue()
     requests = InputThread(_listen(context, assignment.input_address), inbox)
     output = OutputThread(_listen(context, assignment.output_address), outbox)
+    runs = threading.Event()
     # From now on no file is added to the folder, so the thread may remove it at any moment.
     threading.Thread(
-        target=_end_with_parent, args=(assignment.directory,), name="parent", daemon=True
+        target=_end_with_parent, args=(assignment, inbox, runs), name="parent", daemon=True
     ).start()
     watch = Watch(
         assignment.config,
@@ -57,13 +61,19 @@ def main() -> None:
     watch.start()
     status = 0
     try:
-        engine = make_engine(assignment.config)
+        answer = functools.partial(_answer_as_follower, inbox, outbox)
+        engine = make_engine(
+            assignment.config,
+            on_follow=threading.Thread(target=answer, name="follower", daemon=True).start,
+        )
         # The objects that exist now stay, so the garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
         loop = BusyLoop(engine, inbox, outbox)
         watch.at_work = loop.at_work
+        runs.set()
         loop.run()
+        watch.stop()  # from now on whoever waits for the end watches
         engine.shutdown()
     except Exception as error:
         status = EXIT_DEAD
@@ -110,11 +120,23 @@ def _end_hung(
     os._exit(EXIT_DEAD)
 
 
-def _end_with_parent(directory: str) -> None:
+def _end_with_parent(assignment: Assignment, inbox: Inbox, runs: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 1):
         pass
-    shutil.rmtree(directory, ignore_errors=True)  # the parent can no longer remove it
+    shutil.rmtree(assignment.directory, ignore_errors=True)  # the parent can no longer remove it
+    if runs.is_set():
+        # The loop ends the engine in order, unless it or a device hangs.
+        inbox.put(Letter(EVERYBODY, Stop()))
+        time.sleep(longest_end_s(assignment.config))
     os._exit(EXIT_DEAD)
+
+
+def _answer_as_follower(inbox: Inbox, outbox: Outbox) -> None:
+    """Answer frontends in place of a loop, which this process never has."""
+    while True:
+        letter = inbox.get()
+        if isinstance(letter.message, Hello):
+            outbox.put(Letter(letter.client, Follows()))
 
 
 def _listen(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":

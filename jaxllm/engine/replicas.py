@@ -93,4 +93,6 @@ class Replicas:
 
     def shutdown(self) -> None:
         for core in self._cores:
+            core.begin_shutdown()  # all of them write their files at the same time
+        for core in self._cores:
             core.shutdown()

@@ -91,4 +91,9 @@ class Executor(Protocol):
         """Make an empty KV cache."""
         ...
 
+    def begin_shutdown(self) -> None:
+        """Begin what takes long of a shutdown, and return at once: several executors end together.
+        No step follows."""
+        ...
+
     def shutdown(self) -> None: ...

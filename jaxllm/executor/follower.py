@@ -109,6 +109,8 @@ class _Follower:
     def close(self) -> None:
         """Write the files of blocks that have none yet, or a while, and read no more adapters."""
         for runner in self._runners.values():
+            runner.begin_to_end()
+        for runner in self._runners.values():
             runner.end_threads()
 
     def _build(self, layout: Layout, fits: dict[int, Fits]) -> None:

@@ -1,14 +1,18 @@
 """Starts the executors of an engine: in this process, or on several hosts."""
 
+from collections.abc import Callable
+
 from jaxllm.config import EngineConfig
 from jaxllm.executor.base import Executor
 from jaxllm.executor.uniproc import UniProcExecutor
 from jaxllm.runner.jax_setup import set_up_jax
 
 
-def make_executors(config: EngineConfig) -> list[Executor]:
-    """Make an executor for each replica. On every host but the first this does not return: the
-    process follows the first one, and ends with it."""
+def make_executors(
+    config: EngineConfig, on_follow: Callable[[], object] = lambda: None
+) -> list[Executor]:
+    """Make an executor for each replica. On every host but the first this calls `on_follow` and
+    does not return: the process follows the first one, and ends with it."""
     set_up_jax(config)
     parallel = config.parallel
     if parallel.distributed_executor_backend == "ray":
@@ -27,4 +31,4 @@ def make_executors(config: EngineConfig) -> list[Executor]:
         return executors
     from jaxllm.executor.multihost import start
 
-    return list(start(config))
+    return list(start(config, on_follow))

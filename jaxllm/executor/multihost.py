@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -49,6 +50,7 @@ from jaxllm.lora.shelf import Shelf
 from jaxllm.messages import EngineInfo
 from jaxllm.metrics.memory import DeviceMemory
 from jaxllm.metrics.startup import Phase
+from jaxllm.offload.mover import write_all
 from jaxllm.parallel.distributed import broadcast, join_hosts, own_address
 from jaxllm.runner.model_runner import ModelRunner
 from jaxllm.scheduler.schedule import LateMasks, Mover, Schedule, StepResult
@@ -63,11 +65,14 @@ _GRACE_S = 8.0
 _Message = TypeVar("_Message", bound=ToLeader)
 
 
-def start(config: EngineConfig) -> "list[MultiHostExecutor]":
-    """Join the other ranks. On rank 0, return an executor for each replica. Any other rank runs the
-    steps that rank 0 sends, and ends its process when rank 0 is done."""
+def start(
+    config: EngineConfig, on_follow: Callable[[], object] = lambda: None
+) -> "list[MultiHostExecutor]":
+    """Join the other ranks. On rank 0, return an executor for each replica. Any other rank calls
+    `on_follow`, runs the steps that rank 0 sends, and ends its process when rank 0 is done."""
     rank = join_hosts(config.parallel)
     if rank:
+        on_follow()
         follow(config, rank)
     return _lead(config)
 
@@ -110,11 +115,13 @@ def _lead(config: EngineConfig) -> "list[MultiHostExecutor]":
 
 
 def _leave(link: LeaderLink) -> None:
-    """Close the link at exit. If a rank is lost, end the process at once: JAX would wait for the
-    devices, and they for the lost rank."""
+    """Close the link at exit, so that the other ranks write their files while this one does. If a
+    rank is lost, end the process then: JAX would wait for the devices, and they for the lost rank.
+    """
     reason = link.reason
     link.close(encode(Stop(reason or "")))
     if reason is not None:
+        write_all()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_LOST)
@@ -303,11 +310,17 @@ class MultiHostExecutor:
     def wake_cache(self) -> None:
         raise AssertionError("an engine on several hosts does not sleep")
 
+    def begin_shutdown(self) -> None:
+        """The other ranks write their files while this one does."""
+        if self._runner is not None and self._link.reason is None:
+            self._runner.begin_to_end()
+        self._link.close(encode(Stop(self._link.reason or "")))
+
     def shutdown(self) -> None:
+        self.begin_shutdown()
         # The thread that copies blocks may wait for a device that waits for a lost rank.
         if self._runner is not None and self._link.reason is None:
             self._runner.free()
-        self._link.close(encode(Stop(self._link.reason or "")))
 
     def wait(self, reading: Reading | None) -> StepResult:
         """Wait for a step; raise if another rank is lost meanwhile."""

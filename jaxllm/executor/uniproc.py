@@ -76,5 +76,8 @@ class UniProcExecutor:
     def wake_cache(self) -> None:
         self._runner.wake_cache()
 
+    def begin_shutdown(self) -> None:
+        self._runner.begin_to_end()
+
     def shutdown(self) -> None:
         self._runner.free()

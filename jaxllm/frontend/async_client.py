@@ -22,6 +22,7 @@ from jaxllm.messages import (
     EngineInfo,
     EngineRequest,
     Failure,
+    Follows,
     FromEngine,
     Hello,
     Ready,
@@ -158,8 +159,10 @@ class AsyncClient:
 
     def _await_ready(self) -> Ready:
         message = None
-        while message is None:
+        while message is None or isinstance(message, Follows):
             message = self._next()
+            if isinstance(message, Follows):
+                self._process.follows = True
         if isinstance(message, BaseException):
             raise message
         if isinstance(message, Dead):

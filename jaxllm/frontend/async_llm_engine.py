@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.ending import patience_s
 from jaxllm.engine import commands
 from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import EngineDeadError, ValidationError, refused
@@ -41,7 +42,6 @@ logger = init_logger(__name__)
 
 # How many outputs are processed before other tasks get a turn on the event loop.
 _OUTPUTS_AT_ONCE = 128
-_STOP_GRACE_S = 10.0
 
 
 class AsyncLLMEngine:
@@ -298,7 +298,7 @@ class AsyncLLMEngine:
         if self._reader is not None:
             self._reader.cancel()
         self._client.close()
-        self._stop_process(_STOP_GRACE_S)
+        self._stop_process(patience_s(self.config))
         self._tokenizer_threads.shutdown()
         self.images.close()
         if self.tracer is not None:

@@ -28,6 +28,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig):
         config = _portable(config)
         self.assignment = Assignment(config, tempfile.mkdtemp(prefix="jaxllm-"), sys.path)
+        self.follows = False  # whether it is known to follow rank 0 of an engine
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxllm.engine.process"], stdin=subprocess.PIPE
         )
@@ -78,6 +79,7 @@ class JoinedEngine:
     def __init__(self, assignment: Assignment):
         self.assignment = assignment
         self.status: int | None = None  # set when it has ended
+        self.follows = False
 
     def give_up(self) -> None:
         """Do nothing: the process that started the engine will notice too."""

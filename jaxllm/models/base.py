@@ -19,8 +19,9 @@ class Model(Protocol):
     """A flax nnx module whose Params are its weights.
 
     A Param has metadata: `axes` names its axes (see `jaxllm.parallel.sharding`), `parts` lists the
-    tensors that are fused in it, and `rows` counts its rows without padding. The runner traces the
-    module. The module may jit only functions that depend on nothing but their arguments.
+    tensors that are fused in it, `rows` counts its rows without padding, and `columns` its columns.
+    The runner traces the module. The module may jit only functions that depend on nothing but their
+    arguments.
     """
 
     @classmethod

@@ -46,7 +46,14 @@ class DecoderForCausalLM(nnx.Module):
         self.lm_head = (
             None
             if architecture.tie_word_embeddings or not self._makes_logits
-            else _embedding(architecture, num_shards, dtype, bias=architecture.has_head_bias)
+            else _embedding(
+                architecture,
+                num_shards,
+                dtype,
+                bias=architecture.has_head_bias,
+                # A pooling head reads the rows of a few tokens.
+                looks_up=head is not None,
+            )
         )
 
     @classmethod
@@ -169,12 +176,7 @@ class Decoder(nnx.Module):
         size = architecture.hidden_size
         self.embeds = True
         self.embedding_scale = architecture.embedding_scale
-        self.embed_tokens: Embedding | None = _embedding(
-            architecture,
-            num_shards,
-            dtype,
-            only_looks_up=not architecture.tie_word_embeddings,
-        )
+        self.embed_tokens: Embedding | None = _embedding(architecture, num_shards, dtype)
         self.embed_positions: Positions | None = (
             None
             if architecture.num_positions is None
@@ -330,13 +332,13 @@ def _embedding(
     dtype: DTypeLike,
     *,
     bias: bool = False,
-    only_looks_up: bool = False,
+    looks_up: bool = True,
 ) -> Embedding:
     return Embedding(
         architecture.vocab_size,
         architecture.hidden_size,
         bias=bias,
-        only_looks_up=only_looks_up,
+        looks_up=looks_up,
         num_shards=num_shards,
         dtype=dtype,
     )

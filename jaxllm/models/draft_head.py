@@ -155,7 +155,9 @@ class Eagle3Head(DraftHead):
         self.fc = Linear(len(spec.taps) * size, size, bias=spec.has_bias, dtype=dtype)
         self.layer = WideLayer(spec, num_shards=num_shards, dtype=dtype)
         self.norm: Norm = spec.norm.make(size, dtype=dtype)
-        self.lm_head = Embedding(spec.num_drafted_tokens, size, num_shards=num_shards, dtype=dtype)
+        self.lm_head = Embedding(
+            spec.num_drafted_tokens, size, looks_up=False, num_shards=num_shards, dtype=dtype
+        )
         self.token_map = TokenMap(spec.num_drafted_tokens) if spec.maps_tokens else None
 
     def enter(self, hidden: jax.Array, tapped: tuple[jax.Array, ...]) -> jax.Array:

@@ -197,6 +197,15 @@ class HFConfig:
             raise CheckpointError(f"config.json: {name}={shown(value)} must be a list of names")
         return list(value)
 
+    def token_id(self, name: str, default: int | None = None, *, vocab_size: int) -> int:
+        """The id of a token that prompts have."""
+        value = self.integer(name, default, lowest=0)
+        if value >= vocab_size:
+            raise CheckpointError(
+                f"config.json: {self._name(name)}={value} must be below vocab_size={vocab_size}"
+            )
+        return value
+
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One id, or a list of them."""
         value = self.get(name)

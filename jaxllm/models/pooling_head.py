@@ -76,7 +76,7 @@ class PoolingHead(nnx.Module):
         if self.spec.reads_logits:
             assert lm_head is not None, "this part of the model has no head"
             tokens = jnp.array(self.spec.tokens or self.spec.logits)
-            rows = lm_head.weight[...][tokens].astype(jnp.float32)
+            rows = lm_head(tokens).astype(jnp.float32)
             if self.spec.tokens is not None:
                 rows = rows[:1] - rows[1:]
             found = jnp.matmul(pooled, rows.T, precision=jax.lax.Precision.HIGHEST)

@@ -1,6 +1,7 @@
 """What determines the bytes of a block beside the hash of its content: the model and its files, how
 it computes, and how its caches are laid out."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -79,9 +80,16 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _sampled(path: Path) -> bytes:
+    its = path.stat()
+    return _samples(path, its.st_size, its.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _samples(path: Path, size: int, mtime_ns: int) -> bytes:
+    """The hash of samples of a file, which all replicas of a process have in common."""
     its = hashlib.blake2b(digest_size=32)
     with path.open("rb", buffering=0) as file:
-        for start in range(0, path.stat().st_size, _SAMPLED_EVERY):
+        for start in range(0, size, _SAMPLED_EVERY):
             file.seek(start)
             its.update(file.read(_SAMPLE))
     return its.digest()

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxllm.ending import WRITING_S
 from jaxllm.handover.source import BlockSource
 from jaxllm.logging import init_logger
 from jaxllm.offload.block_files import BlockFiles
@@ -35,9 +36,12 @@ from jaxllm.scheduler.schedule import Arrival, BlockKey, BlockMoves
 
 logger = init_logger(__name__)
 
-# How long the end of an engine waits for files.
-_CLOSING_S = 20.0
 _MOMENT_S = 0.05
+# A file that is begun in time may take so much longer.
+_LAST_FILE_S = 1.0
+
+# The movers with files whose engines have not been shut down.
+_open: "set[BlockMover]" = set()
 
 
 class Others(Protocol):
@@ -88,6 +92,17 @@ class _Work:
     copies: list[_Copy] = field(default_factory=list)
 
 
+@atexit.register
+def write_all() -> None:
+    """Write what has no file yet, or a while, of all engines of a process that have not been shut
+    down, as it ends."""
+    movers = list(_open)
+    for mover in movers:
+        mover.begin_to_close()
+    for mover in movers:
+        mover.close()
+
+
 class BlockMover:
     """The host's memory for blocks, and the thread that fills it."""
 
@@ -115,10 +130,11 @@ class BlockMover:
         # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
         self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._num_pending = 0  # sent, and not taken as arrivals
+        self._write_until: float | None = None  # set at the end
         self._thread = threading.Thread(target=self._run, name="kv-blocks", daemon=True)
         self._thread.start()
         if files is not None:
-            atexit.register(self._end)  # of a script that does not shut its engine down
+            _open.add(self)
 
     def send(self, moves: BlockMoves) -> None:
         """Dispatch moves, behind all steps that have been dispatched. Does not wait."""
@@ -200,18 +216,21 @@ class BlockMover:
         return done
 
     def close(self) -> None:
-        """End the thread, after it has written the files that it has to write, or a while."""
+        """End the thread, after it has written the files that it has to write, or a while. The
+        thread may wait for a device that never answers, so nothing waits for it any longer."""
+        self.begin_to_close()
+        assert self._write_until is not None
+        self._thread.join(max(0.0, self._write_until - time.monotonic()) + _LAST_FILE_S)
+        _open.discard(self)
+
+    def begin_to_close(self) -> None:
+        """Begin that, and return at once: several movers end together. No move may follow."""
+        if self._write_until is not None:
+            return
+        self._write_until = time.monotonic() + WRITING_S
         if self._others is not None:
             self._others.close()
-        atexit.unregister(self._end)
         self._work.put(None)
-        self._thread.join()
-
-    def _end(self) -> None:
-        """Write what has no file yet, as the process ends. The thread may wait for a device that
-        never answers, so nobody waits for it any longer than for files."""
-        self._work.put(None)
-        self._thread.join(_CLOSING_S)
 
     def _read_on_devices(self, work: _Work) -> None:
         """Dispatch the stores. What fails is not stored, and costs nothing else."""
@@ -266,8 +285,8 @@ class BlockMover:
             else:
                 work()
                 self._report_files()
-        until = time.monotonic() + _CLOSING_S
-        while self._unwritten and time.monotonic() < until:
+        assert self._write_until is not None
+        while self._unwritten and time.monotonic() < self._write_until:
             self._write_one()
 
     def _write_one(self) -> None:

@@ -24,6 +24,7 @@ from jaxllm.models.architecture import read_architecture
 from jaxllm.models.base import Model
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
+from jaxllm.plan.abstract import abstract_model
 from jaxllm.plan.choose_kv_cache import KVCachePlan, with_kv_cache
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plural import counted
@@ -108,7 +109,7 @@ def plan_draft_model(
             reads_weights=reads_weights,
         )
     model_class = ModelRegistry.resolve([architecture.name])
-    model = model_class.abstract(architecture, dtype, num_shards)
+    model = abstract_model(model_class, architecture, dtype, mesh)
     if model.state_configs:
         raise _does_not_fit(
             asked.model, "it has recurrent layers, and drafts are read from keys and values"

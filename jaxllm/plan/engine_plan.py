@@ -30,6 +30,7 @@ from jaxllm.models.base import Model
 from jaxllm.models.draft_head import DraftHead
 from jaxllm.models.specs import Architecture
 from jaxllm.parallel.sharding import TENSOR, num_pieces
+from jaxllm.plan.abstract import abstract_model
 from jaxllm.plan.adapters import AdapterPlan
 from jaxllm.plan.between_steps import logits_sharding
 from jaxllm.plan.buckets import Bucket
@@ -210,8 +211,8 @@ class EnginePlan:
 
     def abstract_model(self, stage: StagePlan) -> Model:
         """The part of the model in a stage, with shapes in place of weights."""
-        model = self.model_class.abstract(
-            self.architecture, self.dtype, stage.mesh.shape[TENSOR], stage.part
+        model = abstract_model(
+            self.model_class, self.architecture, self.dtype, stage.mesh, stage.part
         )
         return self._with_kernels(model, self.experts)
 
@@ -237,11 +238,12 @@ class EnginePlan:
 
     def abstract_draft(self) -> Model | DraftHead:
         """The model or the head that drafts, with shapes in place of weights."""
-        num_shards = self.stages[0].mesh.shape[TENSOR]
+        mesh = self.stages[0].mesh
         if (head := self.draft_head) is not None:
-            return self._with_kernels(head.spec.abstract(self.dtype, num_shards), head.experts)
+            abstract = head.spec.abstract(self.dtype, mesh.shape[TENSOR])
+            return self._with_kernels(abstract, head.experts)
         assert (draft := self.draft_model) is not None
-        model = draft.model_class.abstract(draft.architecture, self.dtype, num_shards)
+        model = abstract_model(draft.model_class, draft.architecture, self.dtype, mesh)
         return self._with_kernels(model, draft.experts)
 
     def _with_kernels(self, model: Any, experts: ExpertsOp | None) -> Any:

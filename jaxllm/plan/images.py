@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxllm_kernels.platform import Chip
 
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError, refused
+from jaxllm.errors import CheckpointError, ValidationError, refused
 from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.media.device import encoder_sizes
@@ -69,6 +69,7 @@ def with_images(
         _refuse_without_tower(config, why)
         logger.warning("prompts are text alone, though the model has a tower for images: %s", why)
         return dataclasses.replace(architecture, tower=None), None
+    _check_tokens(spec, architecture.vocab_size)
     _check(config, spec)
     num_shards = config.parallel.tensor_parallel_size
     if not architecture.cuts_tower(num_shards):
@@ -124,6 +125,20 @@ def _check_budget(spec: ImageSpec, max_num_batched_tokens: int, max_num_seqs: in
             f"a step must hold a whole image, whose tokens see each other, beside a token of each "
             f"of max_num_seqs={max_num_seqs} requests: give at least {least}",
         )
+
+
+def _check_tokens(spec: ImageSpec, vocab_size: int) -> None:
+    """Refuse tokens that are put into prompts and that the model does not have. Reading the tower
+    has checked those of config.json."""
+    for name, token in (
+        ("image_break_token", spec.break_token_id),
+        ("image_end_token", spec.end_token_id),
+    ):
+        if token is not None and token >= vocab_size:
+            raise CheckpointError(
+                f"tokenizer.json: {name} is the token {token}, which must be below "
+                f"vocab_size={vocab_size}"
+            )
 
 
 def _check(config: EngineConfig, spec: ImageSpec) -> None:

@@ -6,7 +6,7 @@ from jaxllm_kernels.dense.api import XLA
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.parallel.sharding import TENSOR
+from jaxllm.plan.abstract import abstract_model
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.quantization.read import read_scheme
 from jaxllm.weights.loader import weights_bytes
@@ -24,7 +24,7 @@ def bytes_as_int4(plan: EnginePlan) -> int | None:
     try:
         return max(
             weights_bytes(
-                plan.model_class.abstract(coded, plan.dtype, stage.mesh.shape[TENSOR], stage.part),
+                abstract_model(plan.model_class, coded, plan.dtype, stage.mesh, stage.part),
                 stage.mesh,
             )
             for stage in plan.stages

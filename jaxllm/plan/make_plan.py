@@ -24,6 +24,7 @@ from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.specs import Architecture
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import TENSOR, device_bytes
+from jaxllm.plan.abstract import abstract_model
 from jaxllm.plan.adapters import plan_adapters
 from jaxllm.plan.batch_invariance import check_invariance, check_options
 from jaxllm.plan.between_steps import StepSizes
@@ -147,7 +148,10 @@ def make_plan(
     check_num_stages(len(meshes), architecture.num_layers)
     parts = split_model(architecture.num_layers, len(meshes))
     check_parts(parts, architecture)
-    in_parts = [model_class.abstract(architecture, dtype, num_shards, part) for part in parts]
+    in_parts = [
+        abstract_model(model_class, architecture, dtype, mesh, part)
+        for part, mesh in zip(parts, meshes, strict=True)
+    ]
     num_logits = in_parts[-1].num_logits
     attention_configs = tuple(c for abstract in in_parts for c in abstract.attention_configs)
     adapters = plan_adapters(
@@ -301,11 +305,13 @@ def make_plan(
 
     num_devices = sum(mesh.size for mesh in meshes) * config.parallel.data_parallel_size
     one_block = sizes.divide(windows, num_blocks=1)
+    of_adapters = (0,) * len(meshes) if adapters is None else adapters.bytes_by_stage
     snapshots = choose_snapshots(
         config.cache,
         plan_stages(one_block),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
+        adapters_bytes=of_adapters,
         num_devices=num_devices,
     )
     num_blocks = min(
@@ -314,7 +320,7 @@ def make_plan(
             weights_bytes=stage.weights_bytes,
             states_bytes=stage.states_bytes,
             snapshots_bytes=stage.snapshots_bytes,
-            adapters_bytes=0 if adapters is None else adapters.bytes_by_stage[stage.index],
+            adapters_bytes=of_adapters[stage.index],
             other_bytes=stage.between.num_bytes,
             cache_bytes=lambda n, stage=stage: stage.cache_bytes(sizes.divide(windows, n)),
             min_blocks=sizes.max_blocks(windows[0]),

@@ -10,7 +10,7 @@ from jaxllm.plan.stages import StagePlan
 
 # With it, a prompt of some hundred tokens is found again, and a long answer is rarely copied.
 _STRIDE = 512
-# The share of the memory that is free beside weights, states and what steps leave.
+# The share of the memory that is free beside weights, states, adapters and what steps leave.
 _SHARE = 0.1
 # More for each request are rarely of use.
 _MOST_PER_REQUEST = 2
@@ -22,11 +22,12 @@ def choose_snapshots(
     *,
     block_size: int,
     max_num_seqs: int,
+    adapters_bytes: Sequence[int],
     num_devices: int,
 ) -> StateSnapshots | None:
     """Choose the snapshots of a model with these stages, none of which has any yet; None: requests
-    share no prefixes, or the model has no states. CPU devices share the memory, and all replicas
-    have `num_devices`."""
+    share no prefixes, or the model has no states. `adapters_bytes` are those of adapters in each
+    stage. CPU devices share the memory, and all replicas have `num_devices`."""
     stride, count = asked.mamba_block_size, asked.num_state_snapshots
     state_bytes = max(stage.states_bytes for stage in stages) // max_num_seqs
     if not state_bytes:
@@ -48,7 +49,8 @@ def choose_snapshots(
             - stage.weights_bytes
             - stage.states_bytes
             - stage.between.num_bytes
-            for stage in stages
+            - adapters
+            for stage, adapters in zip(stages, adapters_bytes, strict=True)
         )
         # A power of two, so that the next start, which may find a little more or less free memory,
         # has programs of the same shapes.

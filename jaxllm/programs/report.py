@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 import jax
+from jaxllm_kernels.common import round_up
+from jaxllm_kernels.platform import TABLE_ROW_MULTIPLES
 
 from jaxllm.cache_groups import CacheGroup, StateSnapshots, room_for
 from jaxllm.layers.attention import AttentionSpec
@@ -283,18 +285,20 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     part, itemsize, num_shards = stage.part, plan.dtype.itemsize, stage.mesh.shape[TENSOR]
     # A token looks up one row of the embedding. As the head it is a matrix, read for rows only.
     has_head = part.has_head and plan.num_logits > 0
-    embedding = (plan.num_logits or arch.vocab_size) * arch.hidden_size / num_shards
+    num_rows = (plan.num_logits or arch.vocab_size) / num_shards
+    embedding = num_rows * round_up(arch.hidden_size, TABLE_ROW_MULTIPLES[chip.platform])
     # The devices sum the looked-up rows, and the outputs of the attention and MLP of each layer.
     # In a sum each device sends the others their parts, and then its own part of the sum.
     num_sums = part.embeds + 2 * len(part.layers)
     sent_per_byte = 2 * (num_shards - 1) / num_shards
-    is_shared = part.embeds and has_head and arch.tie_word_embeddings
-    num_tables = part.embeds + has_head - is_shared
-    matrices = stage.model_weights_bytes / itemsize - embedding * num_tables
+    is_tied = arch.tie_word_embeddings
+    # Only a table that looks up has padded rows.
+    head = (embedding if is_tied else num_rows * arch.hidden_size) if has_head else 0
+    looked_up = embedding if part.embeds and not (has_head and is_tied) else 0
+    matrices = stage.model_weights_bytes / itemsize - looked_up - head
     if (own := arch.per_layer_input) is not None:
         # It is looked up, too.
         matrices -= own.vocab_size * own.size * arch.num_layers / num_shards
-    head = embedding if has_head else 0
     experts = _experts(plan, stage)
     of_experts = sum(its.num_bytes for its in experts) / itemsize
     chosen = sum(its.num_bytes * its.share for its in experts) / itemsize

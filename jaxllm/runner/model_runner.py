@@ -282,9 +282,17 @@ class ModelRunner:
         """What the engine does of handing prompts over."""
         return self._ends.info()
 
+    def begin_to_end(self) -> None:
+        """Hand nothing over any more, and let the thread that moves blocks write its files, without
+        waiting for that. Nothing can run any more."""
+        self._ends.close()
+        if self._mover is not None:
+            self._mover.begin_to_close()
+
     def end_threads(self) -> None:
-        """Write files of blocks that have none yet, or a while, and read no more adapters. Nothing
-        can run any more."""
+        """Wait until files of blocks that had none are written, or a while, and read no more
+        adapters."""
+        self.begin_to_end()
         if self._mover is not None:
             self._mover.close()
         if self._shelf is not None:
@@ -326,7 +334,6 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the devices' memory. Nothing can run any more."""
-        self._ends.close()
         self.end_threads()
         self._host_weights, self._newest = [], None
         self._model.free()

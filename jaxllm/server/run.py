@@ -59,6 +59,7 @@ def run_server(options: ServerOptions, config: EngineConfig) -> int:
             # Report a port in use before the model is loaded. The socket does not listen yet.
             listener = stack.enter_context(bind(options))
         process = EngineProcess(config)
+        signal.signal(signal.SIGTERM, functools.partial(_end_unless_following, stack, process))
         stack.callback(process.stop, grace_s=0)
         peers = Peers.first(process.assignment.directory, options.api_server_count)
         frontends = stack.enter_context(Frontends())
@@ -252,6 +253,17 @@ def bind(options: ServerOptions) -> socket.socket:
             f"cannot listen at {options.host}: {error.strerror}; give another --host or --port",
         ) from error
     return listener
+
+
+def _end_unless_following(
+    stack: contextlib.ExitStack, process: EngineProcess, signum: int, frame: object
+) -> None:
+    """Leave the end of a rank that follows to rank 0, which gets the signal, too, when all ranks
+    are to end, and needs this one for its last requests."""
+    if process.follows:
+        logger.info("rank 0 says when this one ends")
+    else:
+        _end_at_once(stack, signum, frame)
 
 
 def _end_at_once(stack: contextlib.ExitStack, signum: int, frame: object) -> None:

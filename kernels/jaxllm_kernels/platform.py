@@ -23,6 +23,11 @@ DEFAULT_BLOCK_SIZES = {"cpu": 32, "gpu": 64, "tpu": 64}
 # multiplies one row ten times slower than two.
 MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 
+# The multiple of elements that rows of a table have if single rows of it are looked up. An argument
+# on a TPU has the layout that pads less: by columns, if rows are no multiple of the 128 lanes of a
+# vector register. A program would copy such a table in each run, to look its rows up.
+TABLE_ROW_MULTIPLES = {"cpu": 1, "gpu": 1, "tpu": 128}
+
 # Operations that XLA:GPU may record in a command buffer (CUDA graph). Its default lacks loops: the
 # host would launch every iteration, after it has waited for the loop's condition.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"

@@ -1,7 +1,9 @@
 """What one engine has computed of a prompt, another takes over: it answers to the bit as if it had
 computed all of it, and computes less than a block of the prompt."""
 
+import os
 import queue
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from jaxllm import LLM, SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.handover.source import BlockSource
+from jaxllm.offload import identity
+from jaxllm.offload.identity import shared_identity
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.scheduler.schedule import Arrival, BlockMoves
 from jaxllm.testing import make_tiny_checkpoint
 from tests.engine.test_offload import PARAMS, PROMPTS, answers
@@ -170,6 +175,17 @@ def test_an_engine_without_a_role_hands_nothing_over(model, giver):
         go_on(llm, compute(giver))
     with pytest.raises(ValidationError, match="kv_consumer"):
         go_on(giver, compute(giver))
+
+
+def test_replicas_read_the_models_files_once(model):
+    plan = make_plan(EngineConfig.create(model, **TINY, kv_offloading_size=0.01))
+    shared_identity(plan)
+    read = identity._samples.cache_info().misses
+    its = shared_identity(plan)
+    assert identity._samples.cache_info().misses == read
+    tokenizer = Path(model) / "tokenizer.json"
+    os.utime(tokenizer, ns=(0, 0))
+    assert shared_identity(plan) == its and identity._samples.cache_info().misses == read + 1
 
 
 def test_each_replica_needs_a_port(secret):

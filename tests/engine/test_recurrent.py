@@ -87,10 +87,19 @@ def test_what_parts_and_what_was_generated_is_found(model, cold, assert_same):
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=1)
     head = PROMPTS[4]["prompt_token_ids"][:50]
     first, second, third = ({"prompt_token_ids": [7, *head, i, 9]} for i in range(3))
+    at_the_stride = {"prompt_token_ids": [8, *head, *range(45)]}
+    assert len(at_the_stride["prompt_token_ids"]) == 3 * OPTIONS["mamba_block_size"]
     outputs = llm.generate([first], params, use_tqdm=False)
     turns = [*first["prompt_token_ids"], *outputs[0].outputs[0].token_ids, 4]
-    # At the stride; where the two before have parted; in the answer.
-    for prompt, found in ((second, 32), (third, 48), ({"prompt_token_ids": turns}, 96)):
+    # At the stride; where the two before have parted; in the answer; for the same prompt, of which
+    # the last token is computed again.
+    for prompt, found in (
+        (second, 32),
+        (third, 48),
+        ({"prompt_token_ids": turns}, 96),
+        (at_the_stride, 0),
+        (at_the_stride, 64),
+    ):
         got = llm.generate([prompt], params, use_tqdm=False)
         assert got[0].num_cached_tokens == found
         assert_same(got, cold.generate([prompt], params, use_tqdm=False), ATOL)

@@ -124,6 +124,15 @@ def test_a_core_that_is_asked_often_plans_as_late_as_one_that_waits(devices):
     assert planned[2:] == pytest.approx([0.075] * 8, abs=0.002)
 
 
+def test_all_begin_to_end_before_one_is_waited_for(replicas, devices, monkeypatch):
+    begun = []
+    for device in devices:
+        monkeypatch.setattr(device, "begin_shutdown", lambda: begun.append("begins"), raising=False)
+        monkeypatch.setattr(device, "shutdown", lambda: begun.append("ends"), raising=False)
+    replicas.shutdown()
+    assert begun == ["begins", "begins", "ends", "ends"]
+
+
 def test_without_work_nothing_waits(replicas):
     assert replicas.step() == []
     assert not replicas.has_work()

@@ -1,6 +1,7 @@
 """An engine in a process of its own answers as LLM does, many at once, and ends as it should."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -305,22 +306,36 @@ def test_a_class_that_another_process_cannot_import_is_refused(options):
 
 
 SCRIPT = """
-import sys
-from jaxllm import AsyncLLMEngine
+import asyncio, json, sys
+from jaxllm import AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
-engine = AsyncLLMEngine(EngineArgs(sys.argv[1], max_model_len=64, enforce_eager=True))
-print(engine._process.pid, flush=True)
-sys.stdin.read()
+engine = AsyncLLMEngine(EngineArgs(**json.loads(sys.argv[1])))
+async def answer():
+    async for _ in engine.generate([*range(3, 103)], SamplingParams(max_tokens=1), "a"):
+        pass
+    print(engine._process.pid, flush=True)
+    sys.stdin.read()
+asyncio.run(answer())
+"""
+# Python imports this as it starts: a disk that is slower than the engine.
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+os.fsync = lambda file: (time.sleep(0.3), fsync(file))
 """
 
 
 @pytest.mark.slow
-def test_no_engine_outlives_its_parent(options):
+def test_no_engine_outlives_its_parent_but_to_write_its_blocks(options, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    blocks = tmp_path / "blocks"
+    options = options | {"kv_offloading_size": 0.002, "kv_offloading_path": str(blocks)}
     parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, options["model"]],
+        [sys.executable, "-c", SCRIPT, json.dumps(options)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
@@ -331,6 +346,7 @@ def test_no_engine_outlives_its_parent(options):
     while _runs(pid):
         assert time.monotonic() < deadline, "the engine is still there"
         time.sleep(0.1)
+    assert len(list(blocks.glob("*.kv"))) == 100 // TINY["block_size"]
 
 
 def _runs(pid):

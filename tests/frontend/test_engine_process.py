@@ -3,6 +3,10 @@
 import subprocess
 import threading
 
+import pytest
+
+from jaxllm.config import EngineConfig
+from jaxllm.ending import WRITING_S, longest_end_s, patience_s
 from jaxllm.frontend import engine_process
 from jaxllm.frontend.engine_process import kill
 
@@ -24,3 +28,12 @@ def test_what_is_killed_is_gone():
     process = subprocess.Popen(["sleep", "1000"])
     kill(process)
     assert process.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("options", "of_files"),
+    [({}, 0.0), ({"kv_offloading_size": 1, "kv_offloading_path": "/blocks"}, WRITING_S)],
+)
+def test_its_owner_waits_longer_than_its_end_may_take(options, of_files):
+    config = EngineConfig.create("model", **options)
+    assert of_files < longest_end_s(config) < patience_s(config)

@@ -1,5 +1,6 @@
 """Prompts with images: the tokens are those of transformers, whatever else the engine does."""
 
+import json
 import shutil
 
 import numpy as np
@@ -11,7 +12,7 @@ from PIL import Image
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig
-from jaxllm.errors import ValidationError
+from jaxllm.errors import CheckpointError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
@@ -306,6 +307,17 @@ def test_without_its_tower_the_engine_is_one_of_text(vision_model, llm):
 def test_options_that_do_not_go_together_are_refused(vision_model, options, reason):
     with pytest.raises(ValidationError, match=reason):
         LLM(vision_model, **OPTIONS | options)
+
+
+def test_a_token_that_the_model_lacks_is_refused_by_name(vision_model, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(vision_model, path)
+    tokenizer = read_json(path / "tokenizer.json")
+    (token,) = (one for one in tokenizer["added_tokens"] if one["content"] == "[IMG_BREAK]")
+    token["id"] = 100_000
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="image_break_token is the token 100000, .*vocab_si"):
+        make_plan(EngineConfig.create(path, **OPTIONS))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm.errors import CheckpointError
 from jaxllm.files import read_json
 from jaxllm.media.decode import places
 from jaxllm.models.architecture import read_architecture
-from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.registry import ModelRegistry, load_family
 from jaxllm.models.tower import Images
 from jaxllm.parallel.sharding import make_mesh
 from jaxllm.quantization.linear import CodedLinear
+from jaxllm.testing import tiny_config
 from jaxllm.weights.loader import load_weights
 from tests.media.models import make_model, make_pixtral, make_qwen2_5, make_qwen3, make_qwen3_5
 from tests.models.conftest import STATE_OPS
@@ -134,3 +136,31 @@ def test_a_tower_keeps_its_weights_where_others_become_codes(tmp_path):
     model = ModelRegistry.resolve([architecture.name]).abstract(architecture, jnp.float32)
     coded = [path for path, module in nnx.iter_graph(model) if isinstance(module, CodedLinear)]
     assert coded and all(path[0] == "model" for path in coded)
+
+
+# Of each family with a tower, the fields that name tokens, and what its decoder needs beside one.
+OF_QWENS = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+TOKENS = {
+    "gemma3": (("image_token_index",), {"sliding_window": 32}),
+    "gemma4": (("image_token_id", "boi_token_id", "eoi_token_id"), {}),
+    "internvl": (("image_token_id",), {}),
+    "mistral3": (("image_token_index",), {}),
+    "qwen2": (OF_QWENS, {"rope_parameters": {"mrope_section": [2, 3, 3]}}),
+    "qwen3": (OF_QWENS, {"rope_parameters": {"mrope_section": [6, 5, 5]}}),
+    "qwen3_5": (OF_QWENS, {}),
+}
+
+
+@pytest.mark.parametrize("family", TOKENS)
+def test_tokens_that_the_model_does_not_have_are_refused_by_name(family):
+    fields, needed = TOKENS[family]
+    decoder = tiny_config(family) | needed
+    size = decoder["vocab_size"]
+    outer = dict(load_family(family).tiny_config_around) | {"dtype": "float32"}
+    outer["tie_word_embeddings"] = decoder.pop("tie_word_embeddings")
+    outer["text_config"] = decoder
+    for field in fields:
+        assert read_architecture(outer | {field: size - 1}, sees_images=True).tower is not None
+        says = f"{field}={size} must be below vocab_size={size}"
+        with pytest.raises(CheckpointError, match=says):
+            read_architecture(outer | {field: size}, sees_images=True)

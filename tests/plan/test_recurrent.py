@@ -62,10 +62,16 @@ def test_snapshots_have_a_share_of_what_is_free_beside_all_others(model, monkeyp
     beside = stage.weights_bytes + stage.states_bytes + stage.between.num_bytes
     # A tenth of the rest has room for two, and with a byte less for one.
     available = beside + 10 * 2 * 3 * (INPUTS + MATRICES)
-    for missing, count in ((0, 2), (10, 1)):
-        monkeypatch.setattr(memory, "_available_host_bytes", lambda its=available - missing: its)
-        plan = make_plan(EngineArgs(model, **OPTIONS))
-        assert plan.snapshots is not None and plan.snapshots.count == count
+    adapters = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    its = make_plan(EngineArgs(model, **OPTIONS, **adapters)).adapters
+    assert its is not None
+    (of_adapters,) = its.bytes_by_stage
+    for options, beside_them in (({}, 0), (adapters, of_adapters)):
+        for missing, count in ((0, 2), (10, 1)):
+            free = available + beside_them - missing
+            monkeypatch.setattr(memory, "_available_host_bytes", lambda free=free: free)
+            plan = make_plan(EngineArgs(model, **OPTIONS, **options))
+            assert plan.snapshots is not None and plan.snapshots.count == count
 
 
 @pytest.mark.parametrize(

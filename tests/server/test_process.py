@@ -111,6 +111,15 @@ def test_a_rank_that_follows_opens_no_port_and_ends_quietly(serving):
         first.wait_until_ready()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", second.port), timeout=5)
+        # Rank 0 decides when both end, and needs the other one until then.
+        second.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while "rank 0 says when this one ends" not in second.said():
+            assert time.monotonic() < deadline and second.process.poll() is None, second.said()
+            time.sleep(0.05)
+        body = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True}
+        answer = first.client.post("/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 4
         first.process.send_signal(signal.SIGTERM)
         assert (first.process.wait(60), second.process.wait(60)) == (0, 0)
         assert "Traceback" not in second.said()

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError
 from jaxllm.files import read_json
+from jaxllm.layers.embedding import pad_tables
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.part import split_model
 from jaxllm.models.registry import ModelRegistry
@@ -93,22 +94,26 @@ def test_weights_are_cast_to_the_dtype_of_the_model(stored, wanted, tmp_path):
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_a_sharded_table_that_only_looks_up_has_padded_rows(load_format, tmp_path):
-    model_dir = make_tiny_checkpoint(tmp_path, hidden_size=120, head_dim=16)
-    alone = load(model_dir, load_format=load_format).model
-    model = load(model_dir, num_shards=2, load_format=load_format)
-    table, whole = model.model.embed_tokens, alone.embed_tokens.weight[...]
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_that_are_looked_up_are_padded(tied, load_format, tmp_path):
+    model_dir = make_tiny_checkpoint(
+        tmp_path, hidden_size=120, head_dim=16, tie_word_embeddings=tied
+    )
+    alone = load(model_dir, load_format=load_format)
+    padded = abstract_model(model_dir, num_shards=2)
+    pad_tables(padded, 128)
+    model = nnx.merge(
+        nnx.graphdef(padded), load_weights(model_dir, padded, load_format=load_format)
+    )
+    table, whole = model.model.embed_tokens, alone.model.embed_tokens.weight[...]
     assert table.weight.shape == (512, 128) and whole.shape == (384, 120)
     np.testing.assert_array_equal(table.weight[:384], jnp.pad(whole, ((0, 0), (0, 8))))
     np.testing.assert_array_equal(table(jnp.array([7, 512])), [whole[7], jnp.zeros(120)])
-    assert model.lm_head.weight.shape == (512, 120)
-
-
-def test_a_head_has_no_padded_rows(tmp_path):
-    model_dir = make_tiny_checkpoint(
-        tmp_path, hidden_size=120, head_dim=16, tie_word_embeddings=True
-    )
-    assert load(model_dir, num_shards=2).model.embed_tokens.weight.shape == (512, 120)
+    identity = jnp.eye(120)
+    logits = model.compute_logits(identity)[:, :384]
+    np.testing.assert_array_equal(logits, alone.compute_logits(identity))
+    # A head that looks nothing up has only rows of padding.
+    assert tied or model.lm_head.weight.shape == (512, 120)
 
 
 def test_missing_tensor_is_named(tmp_path):

@@ -8,6 +8,7 @@ each product, with numbers from the checkpoint.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,14 +94,12 @@ def read(config: HFConfig, architecture: Architecture) -> Gemma4TowerSpec:
     norm = RMSNormSpec(eps=vision.positive("rms_norm_eps", 1e-6), rounds_first=False)
     text = config.inside("text_config")
     _check_given(architecture)
+    token_id = functools.partial(config.token_id, vocab_size=architecture.vocab_size)
     return Gemma4TowerSpec(
         patch_size=vision.integer("patch_size"),
         merge=merge,
-        image_token_id=config.integer("image_token_id", 258_880, lowest=0),
-        marks=(
-            config.integer("boi_token_id", 255_999, lowest=0),
-            config.integer("eoi_token_id", 258_882, lowest=0),
-        ),
+        image_token_id=token_id("image_token_id", 258_880),
+        marks=(token_id("boi_token_id", 255_999), token_id("eoi_token_id", 258_882)),
         # Its reader has refused other words.
         seeing="image_in_windows" if text.get("use_bidirectional_attention") else "before",
         size=size,

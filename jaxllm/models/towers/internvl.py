@@ -112,7 +112,7 @@ def read(config: HFConfig, architecture: Architecture) -> InternVLSpec:
     return InternVLSpec(
         patch_size=patch_size,
         merge=merge,
-        image_token_id=config.integer("image_token_id", lowest=0),
+        image_token_id=config.token_id("image_token_id", vocab_size=architecture.vocab_size),
         image_size=image_size,
         size=size,
         num_layers=vision.integer("num_hidden_layers"),

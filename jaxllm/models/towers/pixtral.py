@@ -116,10 +116,10 @@ def read(config: HFConfig, architecture: Architecture) -> PixtralSpec:
     return PixtralSpec(
         patch_size=vision.integer("patch_size"),
         merge=config.integer("spatial_merge_size", 2) if is_merged else 1,
-        image_token_id=config.integer(
+        image_token_id=config.token_id(
             "image_token_id" if config.get("image_token_id") is not None else "image_token_index",
             10,
-            lowest=0,
+            vocab_size=architecture.vocab_size,
         ),
         size=size,
         num_layers=vision.integer("num_hidden_layers"),

@@ -105,10 +105,13 @@ def read(config: HFConfig, architecture: Architecture) -> QwenTowerSpec:
     return QwenTowerSpec(
         patch_size=patch_size,
         merge=merge,
-        image_token_id=config.integer("image_token_id", 151_655, lowest=0),
+        image_token_id=config.token_id(
+            "image_token_id", 151_655, vocab_size=architecture.vocab_size
+        ),
         video=read_video(
             config,
             (151_656, 151_652, 151_653),
+            vocab_size=architecture.vocab_size,
             positions_per_second=vision.integer("tokens_per_second"),
         ),
         size=size,

@@ -138,7 +138,7 @@ def _read(
         ("out_hidden_size", architecture.hidden_size),
     ):
         vision.must_be(name, value)
-    size = vision.integer("hidden_size")
+    size, vocab_size = vision.integer("hidden_size"), architecture.vocab_size
     num_positions = vision.integer("num_position_embeddings")
     side = round(num_positions**0.5)
     if side * side != num_positions:
@@ -148,8 +148,8 @@ def _read(
     return Qwen3TowerSpec(
         patch_size=vision.integer("patch_size"),
         merge=vision.integer("spatial_merge_size"),
-        image_token_id=config.integer("image_token_id", ids[0], lowest=0),
-        video=read_video(config, ids[1:], positions_per_second=None),
+        image_token_id=config.token_id("image_token_id", ids[0], vocab_size=vocab_size),
+        video=read_video(config, ids[1:], vocab_size=vocab_size, positions_per_second=None),
         size=size,
         num_layers=vision.integer("depth"),
         attention=read_heads(vision, size),

@@ -60,12 +60,17 @@ def patch_weights(patch_size: int) -> Rule:
 
 
 def read_video(
-    config: HFConfig, ids: tuple[int, int, int], *, positions_per_second: int | None
+    config: HFConfig,
+    ids: tuple[int, int, int],
+    *,
+    vocab_size: int,
+    positions_per_second: int | None,
 ) -> VideoTokens:
     """Read the tokens of videos, whose usual `ids` are those of one, of its start and its end."""
     names = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
     token, start, end = (
-        config.integer(name, usual, lowest=0) for name, usual in zip(names, ids, strict=True)
+        config.token_id(name, usual, vocab_size=vocab_size)
+        for name, usual in zip(names, ids, strict=True)
     )
     return VideoTokens(token, start, end, positions_per_second)
 

@@ -126,7 +126,9 @@ def read(config: HFConfig, architecture: Architecture) -> SiglipSpec:
     return SiglipSpec(
         patch_size=patch_size,
         merge=merge,
-        image_token_id=config.integer("image_token_index", 262_144, lowest=0),
+        image_token_id=config.token_id(
+            "image_token_index", 262_144, vocab_size=architecture.vocab_size
+        ),
         image_size=image_size,
         size=size,
         num_layers=vision.integer("num_hidden_layers"),

@@ -7,7 +7,9 @@ another snapshot needs it, even to a step that still reads the old one: it reads
 
 A row ends where a snapshot is wanted: at the last multiple of the stride that it reaches, and where
 its prompt parts from those that others have computed. So a prefix that several requests share has
-one at its very end from its second use on.
+one at its very end from its second use on. If a prompt itself ends at a multiple of the stride, a
+row ends at the one before, too: the same prompt goes on from there, since its last token is
+computed again.
 
 With a tier (`host_tier`), a snapshot that gives way goes to the host, and comes back to a place of
 the device when a request needs it. One that its own request has passed does not: a later one of the
@@ -240,12 +242,13 @@ class Snapshots:
         """Assert that places add up."""
         self._pool.check([its.place for request in running for its in request.snapshots])
 
-    def _stops(self, request: Request) -> tuple[int, int]:
-        """Where a request's prefix parts from other requests': from those before it, and from
-        those that wait for its prompt."""
-        size = self._block_size
-        shared = (request.num_prompt_tokens - 1) // size * size if request.followers else 0
-        return request.parts_at, shared
+    def _stops(self, request: Request) -> tuple[int, int, int]:
+        """Where a request's prefix parts from other requests': from those before it, from those
+        that wait for its prompt, and from the same prompt, if it ends at a multiple of the stride.
+        """
+        size, stride, length = self._block_size, self.sizes.stride, request.num_prompt_tokens
+        shared = (length - 1) // size * size if request.followers else 0
+        return request.parts_at, shared, 0 if length % stride else length - stride
 
     def _is_last_of_prompt(self, request: Request, num_blocks: int) -> bool:
         """Whether a prefix ends at the last multiple of the stride from which the same prompt may

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.ending import patience_s
 from jaxllm.engine.scaling import KV_TARGET, kv_target
 from jaxllm.errors import ValidationError, refused
 from jaxllm.server.options import ServerOptions
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 _POLICY = "jaxllm.server.ray.autoscaling:LoadPolicy"
 _ROUTER = "jaxllm.server.ray.request_router.PolicyRouter"
-# An engine may need as long to stop after its last request.
-_STOP_S = 15.0
+# How much longer than an engine's process a replica may take to stop.
+_LONGER_S = 5.0
 _MAX_ONGOING = 512
 # How long a prompt that found all replicas full waits at most before it looks again. The engines
 # have prompts that wait in them, so none is idle meanwhile.
@@ -65,7 +66,9 @@ def _engines(name: str, asked: Asked) -> Any:
     engines = deployment(kind).options(
         name=name,
         max_ongoing_requests=max_prompts + _NUM_RESERVED,
-        graceful_shutdown_timeout_s=asked.server.shutdown_timeout + _STOP_S,
+        graceful_shutdown_timeout_s=asked.server.shutdown_timeout
+        + patience_s(asked.config)
+        + _LONGER_S,
         **_of_engines(asked),
     )
     return engines.bind(asked.engine, max_prompts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxllm.config import EngineConfig
+from jaxllm.ending import patience_s
 from jaxllm.engine.commands import GetStats, decode
 from jaxllm.errors import EngineDeadError
 from jaxllm.frontend.async_client import AsyncClient
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _EXIT_ENGINE_DEAD = 1
-_STOP_GRACE_S = 10.0
 
 
 class EngineReplica:
@@ -147,7 +147,7 @@ class EngineReplica:
             self._ranks.may_end()
         self._client.send(Stop())
         self._client.close()
-        self._process.stop(_STOP_GRACE_S)
+        self._process.stop(patience_s(self._process.assignment.config))
         if self._ranks is not None:
             self._ranks.stop()
 

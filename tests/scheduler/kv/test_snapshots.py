@@ -59,6 +59,18 @@ def test_the_second_request_ends_a_row_where_its_prompt_parts_and_the_third_goes
     assert serve(engine, "c", PROMPT[:13] + [42] * 9) == (12, [4, 6])
 
 
+@pytest.mark.parametrize("count", [8, 2])
+def test_a_prompt_that_ends_at_the_stride_is_found_by_the_second_request(
+    make_engine_with_snapshots, serve, count
+):
+    """Also where places have passed on, and by a prompt that goes on."""
+    engine = make_engine_with_snapshots(count=count, depth=0, max_num_batched_tokens=64)
+    serve(engine, "z", [*range(50, 65)])
+    assert serve(engine, "a", PROMPT[:24]) == (0, [16, 8])
+    assert serve(engine, "b", PROMPT[:24] + [7] * 4)[0] == 24
+    assert serve(engine, "c", PROMPT[:24])[0] == 16
+
+
 def test_what_is_generated_is_found_too(make_engine_with_snapshots, serve):
     engine = make_engine_with_snapshots(depth=0)
     serve(engine, "a", PROMPT[:3], max_tokens=20)
