@@ -212,8 +212,8 @@ def ranks_say(options, devices, script, late="", *, compiles=True):
 
 
 def restarted(options, devices=1):
-    """The answers of a new engine to one prompt after the other, and figures of each. Its ranks have
-    kept what they once compiled."""
+    """The answers of a new engine to one prompt after the other, and figures of each. Its ranks
+    have kept what they once compiled."""
     said = ranks_say(options, devices, RESTARTED, compiles=False)
     return [answer for (answer,), _ in said], [its for _, its in said]
 
