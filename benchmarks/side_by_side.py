@@ -207,11 +207,18 @@ ENGINES = {
 class Worker:
     """An engine in its own process."""
 
-    def __init__(self, engine: str, model: str, options: Options, python: str = sys.executable):
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        options: Options,
+        python: str = sys.executable,
+        script: str = __file__,  # calls `work`
+    ):
         start = time.perf_counter()
         self._process = subprocess.Popen(
             # -P: files here have names of packages that a peer may import.
-            [python, "-P", __file__, engine, model, json.dumps(options)],
+            [python, "-P", script, engine, model, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -219,8 +226,8 @@ class Worker:
         self.version = self._answer().strip()
         self.start_up_s = time.perf_counter() - start
 
-    def run(self, requests: list[Request]) -> dict[str, float]:
-        """Measure total seconds, mean seconds to first tokens, and peak memory."""
+    def run(self, requests: list[Any]) -> dict[str, float]:
+        """Measure total seconds, mean seconds to first tokens if there are any, and peak memory."""
         return self._ask("run", requests)
 
     def decode(self, requests: list[Request]) -> dict[str, float]:
@@ -228,7 +235,7 @@ class Worker:
         must have equal lengths."""
         return self._ask("decode", requests)
 
-    def _ask(self, what: str, requests: list[Request]) -> dict[str, float]:
+    def _ask(self, what: str, requests: list[Any]) -> dict[str, float]:
         assert self._process.stdin is not None
         print(json.dumps([what, requests]), file=self._process.stdin, flush=True)
         return json.loads(self._answer())
@@ -256,11 +263,11 @@ class Worker:
 _REST_S = 1.5
 
 
-def _work(name: str, model: str, options: str) -> None:
+def work(engines: dict[str, Callable], name: str, model: str, options: str) -> None:
     """The worker: reads commands, one per line, and answers each with a line of measurements."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output goes to stderr
-    engine = ENGINES[name](model, json.loads(options))
+    engine = engines[name](model, json.loads(options))
     print(engine.version, file=answers, flush=True)
     for line in sys.stdin:
         what, requests = json.loads(line)
@@ -275,7 +282,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - start,
         "cpu_s": time.process_time() - cpu_start,  # without processes of its own
-        "first_token_s": statistics.mean(first_tokens),
+        **({"first_token_s": statistics.mean(first_tokens)} if first_tokens else {}),
         "peak_mib": _peak_mib(),
     }
 
@@ -473,4 +480,4 @@ def _output_of(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    _work(*sys.argv[1:])
+    work(ENGINES, *sys.argv[1:])

@@ -6,6 +6,9 @@ program has its own file, so a start can use what an interrupted start has compi
 
 After an upgrade the identity is another one, and most programs are what they were. They are found
 once more when they are lowered, by a second name of the same file.
+
+Of an engine over several hosts each rank keeps its own programs. JAX's cache has only those that
+rank 0 has compiled, and the others may not see its disk.
 """
 
 import os
@@ -37,13 +40,17 @@ class ProgramStore:
         self._directory = parent / identity_hash(plan)
         self._modules = parent / "modules"  # all plans' programs, by their `module_hash`
         self._plan = plan
+        # An engine's ranks may share a disk. The identity has the process of each device.
+        self._rank = f"-rank-{jax.process_index()}" if jax.process_count() > 1 else ""
 
     @classmethod
     def of(cls, plan: EnginePlan) -> "ProgramStore | None":
-        """Make the store. None if programs cannot be found by their plan: there is no cache, they
-        contain foreign code, or other processes take part."""
+        """Make the store. None if programs cannot be found by their plan: there is no cache, or
+        they contain foreign code. Nor are programs of several processes with GPUs: when these
+        compile, they divide the tuning, so a rank that has its programs would not do its part."""
         cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-        if not cache or foreign_code(plan) or jax.process_count() > 1:
+        tuned_together = plan.chip.platform == "gpu" and jax.process_count() > 1
+        if not cache or foreign_code(plan) or tuned_together:
             return None
         store = cls(Path(cache) / "programs", plan)
         return store if store._open() else None
@@ -102,10 +109,11 @@ class ProgramStore:
                 name.replace(path)
 
     def _path(self, key: Hashable) -> Path:
-        return self._directory / f"{str(key).replace(' ', '_')}.pickle"
+        return self._directory / f"{str(key).replace(' ', '_')}{self._rank}.pickle"
 
     def _module_path(self, key: Hashable, module: str) -> Path:
-        return self._modules / module_hash(self._plan, stage_of(self._plan, key).mesh, module)
+        mesh = stage_of(self._plan, key).mesh
+        return self._modules / f"{module_hash(self._plan, mesh, module)}{self._rank}"
 
     def _open(self) -> bool:
         """Make the directory, or mark it as used. Return whether its contents can be trusted."""

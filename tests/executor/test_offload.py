@@ -1,5 +1,6 @@
 """Blocks of an engine over several hosts go to the memory of each, and come back to where they
-were, also on a host that is late, and from files of all hosts after a restart."""
+were, also on a host that is late, and from files of all hosts after a restart, in which no rank
+compiles what it has compiled before."""
 
 import hashlib
 import json
@@ -201,16 +202,19 @@ def options_for(model, path, tensor, data=1):
     return options | {"tensor_parallel_size": tensor, "data_parallel_size": data}
 
 
-def ranks_say(options, devices, script, late=""):
+def ranks_say(options, devices, script, late="", *, compiles=True):
     with Ranks(options, PROMPTS, nnodes=2, devices=devices, then=late, script=script) as ranks:
         (status, lines, err), other = ranks.ends()
     assert (status, other[:2]) == (0, (0, [])), (err, other[2])
+    if not compiles:
+        assert "now that it is needed" not in err + other[2]
     return json.loads(lines[-1])
 
 
 def restarted(options, devices=1):
-    """The answers of a new engine to one prompt after the other, and figures of each."""
-    said = ranks_say(options, devices, RESTARTED)
+    """The answers of a new engine to one prompt after the other, and figures of each. Its ranks
+    have kept what they once compiled."""
+    said = ranks_say(options, devices, RESTARTED, compiles=False)
     return [answer for (answer,), _ in said], [its for _, its in said]
 
 

@@ -13,7 +13,9 @@ pytestmark = pytest.mark.slow  # the first one starts an engine
 
 KEY = "a-key"
 HELLO = [{"role": "user", "content": "Hello"}]
-TEXT = '{"at": "the sea", "depth": 5}'
+# Long, so that not all of it is there when a busy machine gets to reading a stream.
+PLACE = "the sea, and all that lives in it"
+TEXT = json.dumps({"at": PLACE, "depth": 5})
 CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 120, "temperature": 0}
 RESPONSE = {"model": "tiny", "input": "Hello", "max_output_tokens": 120, "temperature": 0}
 
@@ -25,7 +27,7 @@ class Look(pydantic.BaseModel):
     depth: int
 
 
-SEEN = Look(at="the sea", depth=5)
+SEEN = Look(at=PLACE, depth=5)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def test_chats_are_parsed(client, says):
         partial = [event.parsed for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == SEEN
-    assert {"at": "the sea"} in partial  # before it was finished
+    assert partial[0] != partial[-1] == SEEN.model_dump()  # it came before it was finished
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Look"}}])
@@ -61,7 +63,7 @@ def test_calls_are_parsed(client, says, choice):
         ]
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert "".join(pieces) == call.function.arguments == streamed.function.arguments
-    assert len(pieces) > 3  # as the model writes them
+    assert len(pieces) > 1  # as the model writes them
     assert streamed.function.parsed_arguments == SEEN
 
 
