@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxllm.errors import UnsupportedModelError
 from jaxllm.layers.embedding import Embedding
 from jaxllm.layers.latent_attention import HeadMatrices
 from jaxllm.layers.linear import Linear
@@ -51,6 +52,11 @@ def store_codes(
         storage = scheme.storage_of(names.modules(f"{name}.{leaf}", pieces))
         if storage is None or (name.startswith(_TOWER) and isinstance(storage, AtLoad)):
             continue
+        if kind is CodedHead and module.looks_up:
+            raise UnsupportedModelError(
+                f"{name} is stored as codes, and this model's scores are products with single rows "
+                "of it, which are read only as values"
+            )
         coded = kind(module, storage, name, products=scheme.products, num_shards=num_shards)
         *parent, last = path
         holder = functools.reduce(_step, parent, model)

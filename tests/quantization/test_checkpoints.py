@@ -1,5 +1,6 @@
 """Quantised checkpoints compute what the same models with weights of floats compute."""
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from jaxllm.errors import CheckpointError, UnsupportedModelError, ValidationErro
 from jaxllm.files import read_json
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.decoder import DecoderForCausalLM
+from jaxllm.models.pooling_head import PoolingHeadSpec
 from jaxllm.quantization.linear import CodedHead, CodedLinear
 from jaxllm.testing import make_tiny_checkpoint, tiny_config
 from jaxllm.weights.checkpoint import Checkpoint
@@ -199,6 +201,10 @@ def test_a_head_may_have_codes(tmp_path):
     prompt = [token % 200 for token in PROMPT]
     expected = SingleRow(plain).logits(prompt)
     np.testing.assert_allclose(model.logits(prompt), expected, atol=1e-4, rtol=0)
+    scores = PoolingHeadSpec(tokens=(1, 2))
+    reranker = dataclasses.replace(model.architecture, pooling_head=scores)
+    with pytest.raises(UnsupportedModelError, match="lm_head is stored as codes"):
+        DecoderForCausalLM.abstract(reranker, np.float32)
 
 
 def test_pieces_of_one_matrix_have_one_form(tmp_path):
