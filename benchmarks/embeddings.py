@@ -30,6 +30,8 @@ import servers
 import side_by_side
 from side_by_side import Engine, Options, Worker
 
+sys.path.pop()  # files there have names of packages that a peer may import
+
 NUM_TEXTS = 1024
 QUERIES = 64
 NAME = "encoder"  # of the model, to the servers
