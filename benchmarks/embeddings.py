@@ -34,6 +34,7 @@ sys.path.pop()  # files there have names of packages that a peer may import
 
 NUM_TEXTS = 1024
 QUERIES = 64
+_SHOWS_SOMETHING = {"antigravity", "idlelib", "this", "turtle", "turtledemo"}  # when imported
 NAME = "encoder"  # of the model, to the servers
 
 
@@ -52,14 +53,15 @@ def main() -> None:
 
 def docstrings() -> list[str]:
     """Of the standard library's functions, in an order that looks random."""
-    found = set()
+    docs = set()
     for module in pkgutil.iter_modules():
-        if module.name in sys.stdlib_module_names and not module.name.startswith(("_", "idle")):
+        is_public = module.name in sys.stdlib_module_names and not module.name.startswith("_")
+        if is_public and module.name not in _SHOWS_SOMETHING:
             with contextlib.suppress(Exception):
                 members = vars(importlib.import_module(module.name)).values()
                 classes = [vars(one).values() for one in members if inspect.isclass(one)]
-                found |= {inspect.getdoc(one) for its in [members, *classes] for one in its}
-    texts = sorted(text for text in found if text and len(text) > 20)
+                docs |= {inspect.getdoc(one) for group in [members, *classes] for one in group}
+    texts = sorted(text for text in docs if text and len(text) > 20)
     random.Random(0).shuffle(texts)
     return texts
 

@@ -9,7 +9,7 @@ from jaxllm.config import EngineConfig
 
 # The most for files of KV blocks.
 WRITING_S = 20.0
-# The most for all else, such as a step, and the devices.
+# The most that a step, the devices and the last messages take.
 _REST_S = 10.0
 _LONGER_S = 5.0
 

@@ -73,7 +73,7 @@ def main() -> None:
         watch.at_work = loop.at_work
         runs.set()
         loop.run()
-        watch.stop()  # from now on whoever waits for the end watches
+        watch.stop()  # whoever waits for this process has a limit of its own
         engine.shutdown()
     except Exception as error:
         status = EXIT_DEAD

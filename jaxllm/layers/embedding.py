@@ -91,9 +91,10 @@ def pad_tables(model: Any, multiple: int) -> None:
         if isinstance(module, Positions) or (isinstance(module, Embedding) and module.looks_up):
             weight: Any = module.weight  # of an abstract model: a shape in place of an array
             num_rows, size = weight.shape
-            padded = jax.ShapeDtypeStruct((num_rows, round_up(size, multiple)), weight.dtype)
-            weight.set_raw_value(padded)
-            weight.set_metadata(columns=size)
+            if padded := -size % multiple:
+                shape = (num_rows, size + padded)
+                weight.set_raw_value(jax.ShapeDtypeStruct(shape, weight.dtype))
+                weight.set_metadata(columns=size)
 
 
 def _rows(table: jax.Array, indices: jax.Array, size: int) -> jax.Array:

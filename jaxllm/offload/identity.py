@@ -80,19 +80,19 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _sampled(path: Path) -> bytes:
-    its = path.stat()
-    return _samples(path, its.st_size, its.st_mtime_ns)
+    status = path.stat()
+    return _samples(path, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
 def _samples(path: Path, size: int, mtime_ns: int) -> bytes:
     """The hash of samples of a file, which all replicas of a process have in common."""
-    its = hashlib.blake2b(digest_size=32)
+    digest = hashlib.blake2b(digest_size=32)
     with path.open("rb", buffering=0) as file:
         for start in range(0, size, _SAMPLED_EVERY):
             file.seek(start)
-            its.update(file.read(_SAMPLE))
-    return its.digest()
+            digest.update(file.read(_SAMPLE))
+    return digest.digest()
 
 
 def open_files(plan: EnginePlan) -> BlockFiles | None:

@@ -12,6 +12,7 @@ moves in the same order, and each reports what has arrived, and which files it h
 import atexit
 import contextlib
 import functools
+import math
 import queue
 import threading
 import time
@@ -130,7 +131,7 @@ class BlockMover:
         # Blocks that have no file yet, by group and place; a place that passes on loses its turn.
         self._unwritten: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._num_pending = 0  # sent, and not taken as arrivals
-        self._write_until: float | None = None  # set at the end
+        self._write_until = math.inf  # until the end
         self._thread = threading.Thread(target=self._run, name="kv-blocks", daemon=True)
         self._thread.start()
         if files is not None:
@@ -219,13 +220,12 @@ class BlockMover:
         """End the thread, after it has written the files that it has to write, or a while. The
         thread may wait for a device that never answers, so nothing waits for it any longer."""
         self.begin_to_close()
-        assert self._write_until is not None
         self._thread.join(max(0.0, self._write_until - time.monotonic()) + _LAST_FILE_S)
         _open.discard(self)
 
     def begin_to_close(self) -> None:
-        """Begin that, and return at once: several movers end together. No move may follow."""
-        if self._write_until is not None:
+        """Let the thread end, and do not wait: several movers end together. No move may follow."""
+        if self._write_until < math.inf:
             return
         self._write_until = time.monotonic() + WRITING_S
         if self._others is not None:
@@ -285,9 +285,10 @@ class BlockMover:
             else:
                 work()
                 self._report_files()
-        assert self._write_until is not None
         while self._unwritten and time.monotonic() < self._write_until:
             self._write_one()
+        if self._unwritten:
+            logger.warning("the time is over: %d blocks get no file", len(self._unwritten))
 
     def _write_one(self) -> None:
         """Write the file of the block that has waited for longest."""

@@ -239,7 +239,7 @@ def _classifier(
 ) -> _Chosen:
     hf_config = architecture.hf_config
     if (words := hf_config.get("classifier_from_token")) is not None:
-        head, labels = _by_tokens(words, model_dir), ("LABEL_0",)
+        head, labels = _by_tokens(words, model_dir, architecture.vocab_size), ("LABEL_0",)
     else:
         labels = _labels(hf_config)
         layers: tuple[Any, ...]
@@ -270,7 +270,7 @@ def _process_reward(hidden_size: int, num_labels: int) -> tuple[DenseSpec, ...]:
     )
 
 
-def _by_tokens(words: object, model_dir: Path) -> PoolingHeadSpec:
+def _by_tokens(words: object, model_dir: Path, vocab_size: int) -> PoolingHeadSpec:
     """The head of a reranker that answers with one of two tokens, such as ["no", "yes"]."""
     if not (isinstance(words, list | tuple) and len(words) == 2):
         raise CheckpointError(f"classifier_from_token={shown(words)} must be a list of two tokens")
@@ -281,6 +281,11 @@ def _by_tokens(words: object, model_dir: Path) -> PoolingHeadSpec:
     if unknown:
         raise CheckpointError(f"classifier_from_token: tokenizer.json has no token {unknown[0]!r}")
     no, yes = (ids[word] for word in words)
+    if max(no, yes) >= vocab_size:
+        raise CheckpointError(
+            f"classifier_from_token={shown(words)} are tokens {no} and {yes} of tokenizer.json, "
+            f"which must be below vocab_size={vocab_size}"
+        )
     return PoolingHeadSpec(tokens=(yes, no))
 
 

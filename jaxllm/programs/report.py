@@ -156,7 +156,10 @@ def report_plan(
         for stage in plan.stages:
             declared = declare_stage_programs(plan, stage, layouts)
             weights, state, *_ = declared[plan.buckets[-1]].arguments
-            arrays = jax.tree.leaves((weights, state.caches, state.snapshots))
+            of_drafter = getattr(state.drafter, "caches", ())
+            arrays = jax.tree.leaves(
+                (weights, state.caches, state.snapshots, of_drafter, state.given)
+            )
             compiled = []
             for key in declared if wanted is None else wanted:
                 program, name = declared[key], program_key(stage, key)
@@ -298,7 +301,8 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
     head = (embedding if is_tied else num_rows * arch.hidden_size) if has_head else 0
     looked_up = embedding if part.embeds and not (has_head and is_tied) else 0
     if (own := arch.per_layer_input) is not None:
-        looked_up += own.vocab_size * own.size * arch.num_layers / num_shards
+        size = round_up(own.size * arch.num_layers, TABLE_ROW_MULTIPLES[chip.platform])
+        looked_up += own.vocab_size * size / num_shards
     experts = tuple(ExpertLayers(size, share) for share, size in stage.weights.expert_bytes)
     of_experts = expert_weights(arch, part)
     not_chosen = sum(count * (1 - share) for share, count in of_experts.items()) / num_shards

@@ -11,6 +11,7 @@ Of an engine over several hosts each rank keeps its own programs. JAX's cache ha
 rank 0 has compiled, and the others may not see its disk.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -137,8 +138,10 @@ class ProgramStore:
 
 def _delete_old(directory: Path, modules: Path) -> None:
     for entry in directory.iterdir():
-        if entry != modules and entry.stat().st_mtime < time.time() - _KEPT_S:
-            shutil.rmtree(entry, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another start does the same
+            if entry != modules and entry.stat().st_mtime < time.time() - _KEPT_S:
+                shutil.rmtree(entry, ignore_errors=True)
     for module in modules.iterdir():
-        if module.stat().st_nlink == 1:  # no plan has it any more
-            module.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if module.stat().st_nlink == 1:  # no plan has it any more
+                module.unlink()

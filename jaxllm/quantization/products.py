@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from jaxllm_kernels.coded import CodeForm
-from jaxllm_kernels.dense.api import XLA_CODED, CodedMatmul
+from jaxllm_kernels.dense.api import XLA_CODED, CodedMatmul, NoNeed
 from jaxllm_kernels.experts.api import ExpertsOp
 from jaxllm_kernels.experts.xla import XLA_EXPERTS
 
@@ -34,6 +34,8 @@ def choose(
         try:
             held = (op.held(form, *shape) for form, shape in zip(forms, shapes, strict=True))
             return op, tuple(held)
+        except NoNeed:
+            continue
         except ValueError as error:
             if op == ops[-1]:
                 raise UnsupportedModelError(f"{name}: {error}") from error

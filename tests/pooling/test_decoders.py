@@ -9,10 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, PoolerConfig, PoolingParams, SamplingParams, ValidationError
 from jaxllm.config import EngineConfig
+from jaxllm.errors import CheckpointError
 from jaxllm.files import read_json
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer, num_programs
 from jaxllm.programs.report import report_plan
+from jaxllm.testing import make_tiny_checkpoint
 from tests.pooling.models import TEXTS, describe, hidden_states, unit, write_model
 from tests.profile import TINY
 
@@ -203,6 +205,16 @@ def test_a_reranker_that_answers_yes_or_no(tmp_path, tied):
             logits = model(torch.tensor([ids])).logits[0, -1]
         want = torch.sigmoid(logits[yes] - logits[no]).item()
         assert output.outputs.score == pytest.approx(want, abs=1e-5)
+
+
+def test_tokens_of_a_reranker_are_those_of_its_vocabulary(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, vocab_size=64)
+    overrides = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "classifier_from_token": ["a", "b"],
+    }
+    with pytest.raises(CheckpointError, match="classifier_from_token.*below vocab_size=64"):
+        make_plan(EngineConfig.create(str(path), **TINY, hf_overrides=overrides))
 
 
 STEP = 7  # the id of a token

@@ -28,7 +28,7 @@ MAX_TOKENS = 256
 
 def sentences_and_rests() -> list[tuple[str, str]]:
     """Of the docstrings of functions and methods that have both."""
-    found = {}
+    pairs = {}
     for name in MODULES:
         module = importlib.import_module(name)
         classes = [one for one in vars(module).values() if inspect.isclass(one)]
@@ -37,8 +37,8 @@ def sentences_and_rests() -> list[tuple[str, str]]:
                 if callable(member) and getattr(member, "__module__", None) == name:
                     sentence, _, rest = (inspect.getdoc(member) or "").partition(".\n")
                     if len(sentence) > 20 and len(rest) > 40:
-                        found[sentence] = rest.strip()
-    return list(found.items())
+                        pairs[sentence] = rest.strip()
+    return list(pairs.items())
 
 
 TEXTS = sentences_and_rests()
@@ -59,7 +59,7 @@ def expected() -> tuple[np.ndarray, np.ndarray]:
     return unit(np.stack([*map(vector, first)])), unit(np.stack([*map(vector, second)]))
 
 
-def found(sentences: np.ndarray, rests: np.ndarray) -> tuple[float, float]:
+def quality(sentences: np.ndarray, rests: np.ndarray) -> tuple[float, float]:
     """The recall at 1 and the nDCG at 10."""
     scores = sentences @ rests.T
     rank = (scores > np.diag(scores)[:, None]).sum(1)
@@ -78,12 +78,12 @@ def test_vectors_and_what_they_find_are_those_of_transformers(dtype, expected):
 
     sentences, rests = (vectors(texts) for texts in zip(*TEXTS, strict=True))
     cosines = np.concatenate([(sentences * expected[0]).sum(1), (rests * expected[1]).sum(1)])
-    recall, gain = found(*expected)
+    recall, gain = quality(*expected)
     assert len(TEXTS) > 80 and 0.3 < recall < 0.95
     if dtype == "float32":
         np.testing.assert_allclose(sentences, expected[0], atol=1e-5)
         np.testing.assert_allclose(rests, expected[1], atol=1e-5)
-        assert found(sentences, rests) == pytest.approx((recall, gain), abs=5e-5)
+        assert quality(sentences, rests) == pytest.approx((recall, gain), abs=5e-5)
     else:
         assert cosines.min() > 0.9999
-        assert found(sentences, rests) == pytest.approx((recall, gain), abs=0.01)
+        assert quality(sentences, rests) == pytest.approx((recall, gain), abs=0.01)

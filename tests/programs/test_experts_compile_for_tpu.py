@@ -129,7 +129,7 @@ def sweep(*values):
         sweep(GPT_OSS_20B, "v6e-8", True, True),
         sweep(GPT_OSS_120B, "v7x-8", True, True),
         sweep(DEEPSEEK_V3_FP8, "v7x-8", True, True),
-        sweep(DEEPSEEK_V3, "v6e-64", True, True),
+        sweep(two_of(DEEPSEEK_V3), "v6e-64", True, True),
     ],
 )
 def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(

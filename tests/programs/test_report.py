@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -60,10 +61,17 @@ def test_copies_of_codes_are_looked_for(model_dir, monkeypatch):
         "jaxllm.programs.report.whole_array_copies",
         lambda hlo, arrays: looked_for.extend(arrays) or [],
     )
-    args = EngineArgs(model=model_dir, quantization="int8", kv_cache_dtype="fp8", **OPTIONS)
-    report_plan(make_plan(args), context=32, all_programs=False)
-    # Codes of a cache are kept as bytes.
-    assert {"int8", "uint8"} <= {array.dtype.name for array in looked_for}
+    draft = {"method": "draft_model", "model": model_dir, "num_speculative_tokens": 2}
+    options = OPTIONS | {"quantization": "int8", "kv_cache_dtype": "fp8"}
+    plan = make_plan(EngineArgs(model=model_dir, speculative_config=draft, **options))
+    report_plan(plan, context=32, all_programs=False)
+    assert {"int8", "float32"} <= {array.dtype.name for array in looked_for}
+    (stage,) = plan.stages
+    # Codes of a cache are kept as bytes, those of the draft model's among them.
+    caches = [array for array in looked_for if array.dtype == "uint8"]
+    num_programs = len({key.decode_only for key in plan.buckets})
+    cached = math.prod(caches[0].shape) * len(caches)
+    assert cached == num_programs * stage.kv_cache_bytes
 
 
 def test_a_bound_counts_weights_and_contexts_once(model_dir):

@@ -18,6 +18,10 @@ class Matmul(Protocol):
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array: ...
 
 
+class NoNeed(ValueError):
+    """Says why a kernel leaves such weights to XLA, which loses nothing by it."""
+
+
 class CodedMatmul(Protocol):
     """As `Matmul`, with a weight of codes, `jaxllm_kernels.coded`.
 
@@ -34,7 +38,8 @@ class CodedMatmul(Protocol):
         """The form in which it takes a weight [out, in] of a device that a checkpoint has in this
         form, with the same values: the order of codes and the type of scales may be others. It is
         asked before weights are read, and they are packed in this form when they are. Raises
-        ValueError, which says why, if the implementation has no product with such weights.
+        ValueError, which says why, if the implementation has no product with such weights, and
+        NoNeed if another one is as fast.
         """
         ...
 

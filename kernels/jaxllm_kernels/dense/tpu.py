@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxllm_kernels.coded import CodedWeight, CodeForm
 from jaxllm_kernels.common import cdiv
+from jaxllm_kernels.dense.api import NoNeed
 from jaxllm_kernels.experts.tpu_sizes import (
     block_of,
     is_turned,
@@ -61,7 +62,7 @@ class TpuCodedMatmul:
     def held(self, form: CodeForm, num_outputs: int, num_inputs: int) -> CodeForm:
         check_codes(form, num_inputs)
         if form.group is None:
-            raise ValueError("XLA needs no kernel where an output has one scale")
+            raise NoNeed("XLA needs no kernel where an output has one scale")
         self._sizes(_TILE_ROWS[0], num_outputs, num_inputs, form.num_groups(num_inputs))
         return form
 
@@ -136,8 +137,8 @@ class TpuCodedMatmul:
             def part(index: Any) -> jax.Array:
                 here = pl.ds(pl.multiple_of(index * size, size), size)
                 groups = pl.ds(pl.multiple_of(index * each, each), each)
-                its = codes[here] if turned else codes[:, here]
-                return product(x[:, here], its, scales[groups], turned)
+                of_groups = codes[here] if turned else codes[:, here]
+                return product(x[:, here], of_groups, scales[groups], turned)
 
             def add(index: jax.Array, _: None) -> None:
                 y[...] += part(index)

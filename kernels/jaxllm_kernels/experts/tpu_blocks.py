@@ -33,12 +33,12 @@ class WeightRefs(NamedTuple):
     ) -> tuple["WeightRefs", Sequence[Ref]]:
         """The first references of a kernel, which are those of its operands in the order of
         `weight_operands`, and the others."""
-        its = iter(refs)
-        matrices = next(its), next(its)
+        rest = iter(refs)
+        matrices = next(rest), next(rest)
         none = None, None
-        scales = (next(its), next(its)) if blocks.stored.gate_up_groups else none
-        biases = (next(its), next(its)) if has_bias else none
-        return cls(*matrices, *scales, *biases), tuple(its)
+        scales = (next(rest), next(rest)) if blocks.stored.gate_up_groups else none
+        biases = (next(rest), next(rest)) if has_bias else none
+        return cls(*matrices, *scales, *biases), tuple(rest)
 
 
 def weight_operands(
