@@ -27,7 +27,8 @@ MAX_TOKENS = 256
 
 
 def sentences_and_rests() -> list[tuple[str, str]]:
-    """Of the docstrings of functions and methods that have both."""
+    """Of the docstrings of functions and methods that have both. None comes twice: which one of two
+    equal texts is found first depends on rounding."""
     pairs = {}
     for name in MODULES:
         module = importlib.import_module(name)
@@ -37,8 +38,8 @@ def sentences_and_rests() -> list[tuple[str, str]]:
                 if callable(member) and getattr(member, "__module__", None) == name:
                     sentence, _, rest = (inspect.getdoc(member) or "").partition(".\n")
                     if len(sentence) > 20 and len(rest) > 40:
-                        pairs[sentence] = rest.strip()
-    return list(pairs.items())
+                        pairs[rest.strip()] = sentence
+    return [(sentence, rest) for rest, sentence in pairs.items()]
 
 
 TEXTS = sentences_and_rests()
