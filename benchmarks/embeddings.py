@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def docstrings() -> list[str]:
-    """Of the standard library's functions, in an order that looks random."""
+    """Read the docstrings of the standard library, in an order that looks random."""
     docs = set()
     for module in pkgutil.iter_modules():
         is_public = module.name in sys.stdlib_module_names and not module.name.startswith("_")
@@ -67,7 +67,7 @@ def docstrings() -> list[str]:
 
 
 def short(texts: list[str]) -> list[str]:
-    """Some of the length of a question."""
+    """Return a few texts that are as long as a question."""
     return [text for text in texts if len(text) < 120][:QUERIES]
 
 

@@ -7,9 +7,9 @@ Whoever waits for the engine's process waits longer, and so kills only a process
 
 from jaxllm.config import EngineConfig
 
-# The most for files of KV blocks.
+# The most seconds that writing files of KV blocks takes.
 WRITING_S = 20.0
-# The most that a step, the devices and the last messages take.
+# The most seconds that a step, the devices and the last messages take.
 _REST_S = 10.0
 _LONGER_S = 5.0
 

@@ -15,7 +15,7 @@ from jaxllm.weights.loader import Parameter, parameters_of, weights_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCounts:
-    """Of one device."""
+    """What one device holds."""
 
     num_bytes: int
     # A code counts as the weight for which it stands; scales and offsets are no weights.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import jax
+from jaxllm_kernels.platform import TUNED_TOGETHER
 
 from jaxllm.logging import init_logger
 from jaxllm.plan.engine_plan import EnginePlan
@@ -47,10 +48,10 @@ class ProgramStore:
     @classmethod
     def of(cls, plan: EnginePlan) -> "ProgramStore | None":
         """Make the store. None if programs cannot be found by their plan: there is no cache, or
-        they contain foreign code. Nor are programs of several processes with GPUs: when these
-        compile, they divide the tuning, so a rank that has its programs would not do its part."""
+        they contain foreign code, or processes tune them together: one that has found its
+        programs would leave the others waiting for its part."""
         cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-        tuned_together = plan.chip.platform == "gpu" and jax.process_count() > 1
+        tuned_together = plan.chip.platform in TUNED_TOGETHER and jax.process_count() > 1
         if not cache or foreign_code(plan) or tuned_together:
             return None
         store = cls(Path(cache) / "programs", plan)

@@ -97,8 +97,10 @@ def put_on_mesh(module: CodedLinear | CodedHead, mesh: Mesh) -> None:
 
 def has_plain_experts(model: Any) -> bool:
     """Whether experts of a model have weights that are no codes."""
-    modules = (module for _, module in nnx.iter_graph(model))
-    return any(isinstance(its, Experts) and not isinstance(its, CodedExperts) for its in modules)
+    return any(
+        isinstance(module, Experts) and not isinstance(module, CodedExperts)
+        for _, module in nnx.iter_graph(model)
+    )
 
 
 def describe_products(model: Any) -> tuple[str, ...]:

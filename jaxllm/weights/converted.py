@@ -95,10 +95,10 @@ def _facts(parts: Parts) -> dict[str, Any]:
 
 def _describe(parameter: Parameter) -> list[Any]:
     """Shape, type, cut, and how what is in it was read: the order of codes, fused parts."""
-    of, padded_of = parameter, None
-    if parameter.columns not in (None, parameter.shape[-1]):
-        padded_of = parameter.columns
-    made = repr((of.parts, of.rows, padded_of, of.stored, of.constant))
+    of, columns = parameter, parameter.columns
+    if columns == parameter.shape[-1]:
+        columns = None  # nothing is padded
+    made = repr((of.parts, of.rows, columns, of.stored, of.constant))
     return [
         list(parameter.shape),
         np.dtype(parameter.dtype).name,

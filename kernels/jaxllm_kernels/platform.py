@@ -28,6 +28,9 @@ MIN_DOT_ROWS = {"cpu": 2, "gpu": 1, "tpu": 1}
 # vector register. A program would copy such a table in each run, to look its rows up.
 TABLE_ROW_MULTIPLES = {"cpu": 1, "gpu": 1, "tpu": 128}
 
+# The platforms whose compilers divide the tuning of a program among the processes that compile it.
+TUNED_TOGETHER = frozenset({"gpu"})
+
 # Operations that XLA:GPU may record in a command buffer (CUDA graph). Its default lacks loops: the
 # host would launch every iteration, after it has waited for the loop's condition.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxllm_kernels.coded import CodedWeight, CodeForm, values
@@ -22,25 +21,12 @@ IN_GROUPS = CodeForm(codes="float8_e4m3fn", group=128)
 TPU = TpuCodedMatmul(chip="v7x", interpret=True)
 
 
-@pytest.fixture(autouse=True)
-def fresh_interpreter():
-    yield
-    pltpu.reset_tpu_interpret_mode_state()
-
-
-def assert_no_races() -> None:
-    # Where the interpreter keeps its findings; there is no public name.
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    races = interpret_pallas_call.races
-    assert races is not None and not races.races_found
-
-
 def relative_error(y, x, weight):
     exact = np.asarray(x, np.float64) @ np.asarray(values(weight), np.float64).T
     return np.linalg.norm(np.asarray(y, np.float64) - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(
     ("num_rows", "shape", "form", "dtype"),
     [
@@ -62,9 +48,9 @@ def test_products_are_right(num_rows, shape, form, dtype):
     y = jax.jit(multiply)(x, weight)
     assert y.dtype == jnp.float32 and y.shape == (num_rows, shape[0])
     assert relative_error(y, x, weight) < 1e-6
-    assert_no_races()
 
 
+@pytest.mark.usefixtures("no_races")
 def test_leading_axes_are_kept():
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((6, 256)), jnp.float32)

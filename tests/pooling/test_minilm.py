@@ -27,8 +27,8 @@ MAX_TOKENS = 256
 
 
 def sentences_and_rests() -> list[tuple[str, str]]:
-    """Of the docstrings of functions and methods that have both. None comes twice: which one of two
-    equal texts is found first depends on rounding."""
+    """Cut the docstrings of functions and methods that have both. No rest comes twice: which of two
+    equal texts ranks first depends on rounding."""
     pairs = {}
     for name in MODULES:
         module = importlib.import_module(name)

@@ -127,8 +127,6 @@ def sweep(*values):
         sweep(two_of(GPT_OSS_120B), "v7x-8", True, True),
         sweep(QWEN3_30B_A3B, "v6e-8", True, True),
         sweep(GPT_OSS_20B, "v6e-8", True, True),
-        sweep(GPT_OSS_120B, "v7x-8", True, True),
-        sweep(DEEPSEEK_V3_FP8, "v7x-8", True, True),
         sweep(two_of(DEEPSEEK_V3), "v6e-64", True, True),
     ],
 )
@@ -169,7 +167,5 @@ def test_a_layers_experts_exchange_one_sum_and_copy_no_weights(
     assert hlo.count('custom_call_target="tpu_custom_call"') >= num_kernels
     # Some rows of activations, and of logits in float32.
     rows = bucket.num_tokens * hidden_size * 64 + plan.max_num_seqs * config["vocab_size"] * 4
-    # XLA keeps about two more for each further layer of a whole model.
-    rows += max(0, num_layers - 2) * 2 * of_row * hidden_size
     temp_bytes = compiled.memory_analysis().temp_size_in_bytes
     assert temp_bytes < rows

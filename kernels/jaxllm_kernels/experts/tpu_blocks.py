@@ -72,8 +72,8 @@ def weight_operands(
     gate_up_shape = _turned((blocks.inner, blocks.hidden_size), blocks.turns_gate_up)
     down_shape = _turned((blocks.outer, blocks.size), blocks.turns_down)
     gate_up_array, down_array = (
-        its.codes if isinstance(its, CodedWeight) else its
-        for its in (weights.gate_up, weights.down)
+        matrix.codes if isinstance(matrix, CodedWeight) else matrix
+        for matrix in (weights.gate_up, weights.down)
     )
     # In memory the axes are in this order already.
     operands = [

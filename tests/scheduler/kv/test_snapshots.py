@@ -63,7 +63,7 @@ def test_the_second_request_ends_a_row_where_its_prompt_parts_and_the_third_goes
 def test_a_prompt_that_ends_at_the_stride_is_found_by_the_second_request(
     make_engine_with_snapshots, serve, count
 ):
-    """Also where places have passed on, and by a prompt that goes on."""
+    """A longer prompt finds it, too, and so does a request whose predecessors took all places."""
     engine = make_engine_with_snapshots(count=count, depth=0, max_num_batched_tokens=64)
     serve(engine, "z", [*range(50, 65)])
     assert serve(engine, "a", PROMPT[:24]) == (0, [16, 8])
