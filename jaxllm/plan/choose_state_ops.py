@@ -14,6 +14,7 @@ from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_self_attention.native import NativeSelfAttention
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import check_slots
@@ -53,11 +54,11 @@ def choose_state_ops(
     configs = [config for part in parts for config in part.state_configs]
     if not configs:
         return None
-    ops = replace(state_ops_by_xla(chip), row_sums=row_sums)
     if is_encoder:
         if chip.platform != "cpu":
             logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
-        return ops
+        return replace(encoder_ops(chip, library), row_sums=row_sums)
+    ops = replace(_ops_by_xla(chip), row_sums=row_sums)
     mixers = {mixer for layer in architecture.layers for mixer in layer.mixers}
     kinds = {type(mixer) for mixer in mixers}
     load: dict[str, Callable[[], Any]] = {}
@@ -132,7 +133,19 @@ def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:
     return ssd
 
 
-def state_ops_by_xla(chip: Chip) -> StateOps:
+def encoder_ops(chip: Chip, library: Library | NoLibrary) -> StateOps:
+    """The implementations for layers that keep nothing: those of encoders and of towers."""
+    ops = _ops_by_xla(chip)
+    if chip.platform != "cpu" or isinstance(library, NoLibrary):
+        return ops
+    try:
+        return replace(ops, self_attention=NativeSelfAttention.load(library))
+    except ValueError as error:
+        logger.warning("self-attention: XLA's loops, since %s", error)
+        return ops
+
+
+def _ops_by_xla(chip: Chip) -> StateOps:
     """The implementations that every chip has, with their tunables for this one."""
     return StateOps(
         conv=XlaConv(),

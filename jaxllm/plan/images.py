@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 
 from jaxllm.config import EngineConfig
@@ -15,7 +16,7 @@ from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import read_image_spec
 from jaxllm.media.processors.files import VideoWanted, Wanted
 from jaxllm.models.specs import Architecture
-from jaxllm.plan.choose_state_ops import state_ops_by_xla
+from jaxllm.plan.choose_state_ops import encoder_ops
 
 logger = init_logger(__name__)
 
@@ -84,6 +85,7 @@ def with_images(
 def plan_images(
     spec: ImageSpec | None,
     chip: Chip,
+    library: Library | NoLibrary,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
@@ -98,7 +100,7 @@ def plan_images(
         spec=spec,
         num_rows=max(max_num_batched_tokens, 2 * largest),
         sizes=encoder_sizes(spec, largest * spec.patches_per_token),
-        ops=state_ops_by_xla(chip),
+        ops=encoder_ops(chip, library),
     )
 
 

@@ -229,7 +229,9 @@ def make_plan(
         speculation=speculation,
         has_decodes=pooling is None,
     )
-    images = plan_images(image_spec, chip, max_num_batched_tokens, max_num_seqs, max_model_len)
+    images = plan_images(
+        image_spec, chip, library, max_num_batched_tokens, max_num_seqs, max_model_len
+    )
     embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
     samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size

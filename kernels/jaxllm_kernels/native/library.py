@@ -82,6 +82,10 @@ _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
 _CONV = _Part("conv", "causal_conv/native.cc", ("jaxllm_conv",))
 _DELTA = _Part("delta", "gated_delta/native.cc", ("jaxllm_delta",), dtypes=("float32",))
 _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
+# Attention to whole texts, of encoders.
+_SELF_ATTENTION = _Part(
+    "self-attention", "ragged_self_attention/native.cc", ("jaxllm_self_attention",)
+)
 # Sums in a fixed order.
 _ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
 # The choice of tokens, whose logits are float32.
@@ -93,7 +97,7 @@ _SAMPLER = _Part(
 )
 _PARTS = (
     _DENSE, _ATTENTION, *_CACHED.values(), *_CODED.values(), _CONV, _DELTA, _EXPERTS,
-    _HEAD_PRODUCTS, _LATENTS, _LOW_RANK, _ROW_SUMS, _SAMPLER, _SSD,
+    _HEAD_PRODUCTS, _LATENTS, _LOW_RANK, _ROW_SUMS, _SAMPLER, _SELF_ATTENTION, _SSD,
 )  # fmt: skip
 _BASE = (_DENSE, _ATTENTION)  # what every library has
 _SUFFIXES = {"float32": "f32", "bfloat16": "bf16"}
@@ -172,6 +176,10 @@ class Library:
     def add_sampler(self) -> None:
         """Load the sampler. Raises ValueError, which says why, if there is none."""
         self._add(_SAMPLER)
+
+    def add_self_attention(self) -> None:
+        """Load attention to whole texts. Raises ValueError, which says why, if there is none."""
+        self._add(_SELF_ATTENTION)
 
     def add_ssd(self) -> None:
         """Load the state space of Mamba2. Raises ValueError, which says why, if there is none."""

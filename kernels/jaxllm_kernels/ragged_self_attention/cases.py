@@ -35,6 +35,9 @@ CASES = {
     "grouped heads": Case(lengths=(40, 9, 70), num_tokens=128, num_heads=6, num_kv_heads=2),
     "a reach": Case(lengths=(5, 150, 33), num_tokens=256, reach=8),
     "a long reach": Case(lengths=(140, 20), num_tokens=160, reach=100),
+    "long rows and no whole vectors": Case(
+        lengths=(5, 300, 1), num_tokens=310, num_heads=6, num_kv_heads=3, head_size=20, reach=150
+    ),
 }
 
 
