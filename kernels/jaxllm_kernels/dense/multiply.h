@@ -8,15 +8,15 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "native/matrices.h"
 #include "native/threads.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
 template <typename Matrices>
 void Multiply(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows, float* y,
-              xla::ffi::ThreadPool& pool) {
+              ffi::ThreadPool& pool) {
   using Product = typename Matrices::ProductOfRows;
   constexpr int64_t kOutputs = Product::kBlockOutputs;
   const auto rows = weight.Take(x, num_rows);
@@ -63,7 +63,7 @@ int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
 // Multiply, and fill the rows of zeros.
 template <typename Matrices>
 void MultiplyAll(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows,
-                 float* y, xla::ffi::ThreadPool& pool) {
+                 float* y, ffi::ThreadPool& pool) {
   const int64_t num_real = CountRows(x, num_rows, weight.num_inputs);
   if (num_real > 0) Multiply(weight, x, num_real, y, pool);
   std::fill(y + num_real * weight.num_outputs, y + num_rows * weight.num_outputs, 0.0f);
