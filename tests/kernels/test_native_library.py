@@ -55,7 +55,7 @@ def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch)
         ([(4, 8)] * 2, "float32", (4,), {"of_squares": True}, True),
         ([], "float32", (4,), {"of_squares": True}, True),
         ([(4, 8)], "float32", (4, 1), {"of_squares": True}, True),
-        ([(4, 8)], "float32", (4,), {"of_squares": 1.0}, True),
+        ([(4, 8)], "float32", (4,), {"of_squares": 2.0}, True),
         ([(4, 8)], "float32", (4,), {"squares": True}, True),
     ],
 )

@@ -11,6 +11,7 @@
 #include "dense/multiply.h"
 #include "native/ffi.h"
 #include "native/matrices.h"
+#include "native/padding.h"
 #include "native/rows.h"
 #include "native/threads.h"
 
@@ -134,7 +135,7 @@ ffi::Error MultiplyHeads(ffi::ThreadPool pool, ffi::Buffer<kType, 3> x,
   const Heads<Element> heads{from,
                              reinterpret_cast<const Element*>(weights.untyped_data()),
                              reinterpret_cast<Element*>(y->untyped_data()),
-                             CountRows(from, rows[0], row_size),
+                             CountNonzero(from, rows[0], row_size),
                              rows[1],
                              num_inputs,
                              num_outputs};
