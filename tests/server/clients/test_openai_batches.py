@@ -41,7 +41,7 @@ def upload(client, *lines):
 
 
 def until(client, batch, *statuses):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while batch.status not in statuses:
         assert time.monotonic() < deadline and batch.status != "failed", batch
         time.sleep(0.1)
