@@ -340,6 +340,12 @@ def test_heads_have_an_end(host):
         assert talk(client.port, b"") == b""
 
 
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it(client):
+    clients_keep_it_s = 5.0  # by default: httpx, and with it the official clients
+    config = client.server.config
+    assert httpx.Limits().keepalive_expiry == clients_keep_it_s < config.timeout_keep_alive == 60
+
+
 def test_after_an_answer_the_next_head_is_watched(host):
     start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     # Long enough for the first head, which has been sent as a whole, on a busy machine.
