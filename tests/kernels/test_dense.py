@@ -94,6 +94,15 @@ def test_rows_of_zeros_at_the_end_are_not_multiplied(matmul, dtype, zero):
     assert (jax.jit(matmul)(jnp.full_like(x, zero), weight * jnp.nan) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_repeated", [1, 4, 7])
+def test_rows_that_repeat_the_one_before_have_its_result(matmul, dtype, num_repeated):
+    x, weight = operands(7, 70, 64, dtype)
+    y = np.asarray(jax.jit(matmul)(x, weight))
+    distinct = np.minimum(np.arange(7), 7 - num_repeated)
+    np.testing.assert_array_equal(jax.jit(matmul)(x[distinct], weight), y[distinct])
+
+
 @pytest.mark.parametrize("num_rows", [320, 500, 512])
 def test_many_panels_of_rows_are_exact(matmul, num_rows):
     x, weight = operands(num_rows, 131, 1120, jnp.bfloat16)

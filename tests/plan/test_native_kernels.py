@@ -71,17 +71,24 @@ def test_the_summary_says_what_codes_of_4_bits_would_bring(plan):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param("llama", marks=pytest.mark.sweep), "qwen2"],  # the latter has biases besides
+    ("family", "has_zeros"),
+    [
+        pytest.param("llama", True, marks=pytest.mark.sweep),
+        ("qwen2", True),  # with biases besides, whose sums are not multiplied any more
+        ("gpt2", False),  # layer norms with biases
+    ],
 )
-def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(
-    family, tmp_path, new_cache, monkeypatch
+def test_rows_of_padding_are_alike_wherever_they_are_multiplied(
+    family, has_zeros, tmp_path, new_cache, monkeypatch
 ):
-    shapes = []
+    """Zeros, or where biases make something of zeros, rows that repeat one another."""
+    shapes, are_zeros = [], []
     multiply = NativeMatmul.__call__
 
     def look(x):
-        shapes.append((len(x), int(np.any(x != 0, axis=1).nonzero()[0].max(initial=-1)) + 1))
+        differs = np.any(x != x[-1], axis=1).nonzero()[0].max(initial=-1) + 1
+        shapes.append((len(x), int(differs)))
+        are_zeros.append(not x[-1].any())
 
     def multiply_and_look(self, x, weight):
         jax.debug.callback(look, x)
@@ -103,6 +110,7 @@ def test_rows_of_padding_are_zeros_wherever_they_are_multiplied(
     assert Counter(shapes) == {
         (128, 20): products, (8, 5): 1 + 3 * (products + 1)
     }  # fmt: skip
+    assert all(are_zeros) == has_zeros
 
 
 def test_they_can_be_turned_off(plan):

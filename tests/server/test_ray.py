@@ -381,17 +381,18 @@ def test_an_abort_reaches_the_engine(ask, loop):
 
 def test_a_slow_replica_delays_no_figures(ask, loop, handle, monkeypatch):
     pytest.importorskip("ray.serve")
-    monkeypatch.setattr("jaxllm.server.ray.fleet._PATIENCE_S", 0.01)
 
     async def read():
         before = await ask.engine.stats()
         handle.is_slow = True
-        assert [await ask.engine.stats() for _ in range(2)] == [before] * 2
+        with monkeypatch.context() as impatient:
+            impatient.setattr("jaxllm.server.ray.fleet._PATIENCE_S", 0.01)
+            assert [await ask.engine.stats() for _ in range(2)] == [before] * 2
         handle.is_slow = False
         fleet = ask.engine._client
         await asyncio.wait(fleet._asked.values())
-        await ask.engine.stats()
         assert not fleet._asked
+        await asyncio.wait_for(ask.engine.stats(), 30)
 
     loop.run(asyncio.wait_for(read(), 60))
 

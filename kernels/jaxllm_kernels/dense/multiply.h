@@ -1,22 +1,24 @@
 // y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the rows of decodes and of short
 // prompts. `products.h` has the products of one thread.
 //
-// Rows of zeros at the end, with which steps are padded, cost nothing.
+// Rows at the end that repeat the one before, as those do with which steps are padded, cost a copy
+// of its result, and rows of zeros no product at all.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "native/matrices.h"
+#include "native/padding.h"
 #include "native/threads.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
 template <typename Matrices>
 void Multiply(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows, float* y,
-              xla::ffi::ThreadPool& pool) {
+              ffi::ThreadPool& pool) {
   using Product = typename Matrices::ProductOfRows;
   constexpr int64_t kOutputs = Product::kBlockOutputs;
   const auto rows = weight.Take(x, num_rows);
@@ -46,27 +48,19 @@ void Multiply(const Matrices& weight, const typename Matrices::Model* x, int64_t
   });
 }
 
-// The number of rows up to the last one that is not all zeros.
-template <typename Element>
-int64_t CountRows(const Element* x, int64_t num_rows, int64_t num_inputs) {
-  auto is_zero = [](Element value) {
-    if constexpr (sizeof(Element) == 2) value &= 0x7fff;  // ignore the sign of minus zero
-    return value == 0;
-  };
-  for (const Element* row = x + num_rows * num_inputs; num_rows > 0; --num_rows) {
-    row -= num_inputs;
-    if (!std::all_of(row, row + num_inputs, is_zero)) break;
-  }
-  return num_rows;
-}
-
-// Multiply, and fill the rows of zeros.
+// Multiply the distinct rows, and repeat the last result for those that repeat the last of them.
 template <typename Matrices>
 void MultiplyAll(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows,
-                 float* y, xla::ffi::ThreadPool& pool) {
-  const int64_t num_real = CountRows(x, num_rows, weight.num_inputs);
-  if (num_real > 0) Multiply(weight, x, num_real, y, pool);
-  std::fill(y + num_real * weight.num_outputs, y + num_rows * weight.num_outputs, 0.0f);
+                 float* y, ffi::ThreadPool& pool) {
+  if (num_rows == 0) return;
+  const int64_t num_inputs = weight.num_inputs, num_outputs = weight.num_outputs;
+  const int64_t last = CountDistinct(x, num_rows, num_inputs) - 1;
+  const bool is_zero = IsZero(x + last * num_inputs, num_inputs);
+  const int64_t num_multiplied = is_zero ? last : last + 1;
+  if (num_multiplied > 0) Multiply(weight, x, num_multiplied, y, pool);
+  if (is_zero) std::fill_n(y + last * num_outputs, num_outputs, 0.0f);
+  for (int64_t row = last + 1; row < num_rows; ++row)
+    std::copy_n(y + last * num_outputs, num_outputs, y + row * num_outputs);
 }
 
 }  // namespace jaxllm

@@ -32,7 +32,8 @@ class NativeMatmul:
     computes_all: bool = False
 
     def max_rows(self, dtype: DTypeLike) -> int:
-        """The largest number of rows for the native kernel. It skips zero rows at the end."""
+        """The largest number of rows for the native kernel. It skips padding at the end: zeros, or
+        rows that repeat the one before."""
         name = jnp.dtype(dtype).name
         if name not in self.library.dtypes:
             return 0
