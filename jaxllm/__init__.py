@@ -102,7 +102,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(module), name)
+    from jaxllm.importing import without_collections
+
+    with without_collections():
+        return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jaxllm
 from jaxllm.cli.arguments import CommandParser
 from jaxllm.errors import JaxLLMError, ValidationError
+from jaxllm.importing import without_collections
 
 
 class Command(NamedTuple):
@@ -106,7 +107,8 @@ def run(argv: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise ValidationError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}")
     command = COMMANDS[name]
-    module = importlib.import_module(command.module)
+    with without_collections():
+        module = importlib.import_module(command.module)
     parser = CommandParser(f"jaxllm {name}", command.summary)
     module.add_arguments(parser)
     return module.run(parser.parse(rest)) or 0

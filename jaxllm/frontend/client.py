@@ -6,6 +6,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.commands import Answer, Command
 from jaxllm.errors import ValidationError
 from jaxllm.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.importing import without_collections
 from jaxllm.messages import EngineInfo, EngineOutput, EngineRequest
 from jaxllm.metrics.startup import Phase
 
@@ -67,6 +68,7 @@ def load_engine_tokenizer(config: EngineConfig) -> Tokenizer | None:
 def start_engine(config: EngineConfig) -> EngineClient:
     """Start an engine in this process, which the caller steps."""
     # The device side begins here: until now neither jax nor a model has been loaded.
-    from jaxllm.engine.launch import make_engine
+    with without_collections():
+        from jaxllm.engine.launch import make_engine
 
     return make_engine(config)

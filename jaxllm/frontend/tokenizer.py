@@ -21,6 +21,7 @@ from jaxllm.frontend.chat_template import Conversation, render
 from jaxllm.frontend.detokenizer import Detokenizer
 from jaxllm.frontend.long_text import Encode, Shape, encode_at_most, encode_end
 from jaxllm.frontend.tokenizer_files import SmallFiles, defect, refuse_unread
+from jaxllm.importing import without_collections
 from jaxllm.media.chat import take_images
 from jaxllm.prompts import TokensPrompt
 
@@ -222,14 +223,16 @@ def _loader(files: SmallFiles) -> Any:
         and tokenizer.get("tokenizer_class") in _GENERAL_CLASSES
         and "auto_map" not in tokenizer
     ):
-        from transformers import PreTrainedTokenizerFast
+        with without_collections():
+            from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
     return _auto_loader()
 
 
 def _auto_loader() -> Any:
-    from transformers import AutoTokenizer
+    with without_collections():
+        from transformers import AutoTokenizer
 
     return AutoTokenizer
 

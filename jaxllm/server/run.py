@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -137,6 +138,9 @@ class Server(uvicorn.Server):
                 access_log=options.access_log,
                 server_header=False,
                 proxy_headers=False,
+                # Clients keep idle connections for 5 s, as uvicorn does by default. Whoever comes
+                # after just that time would find a connection that is being closed.
+                timeout_keep_alive=math.ceil(options.client_timeout),
                 timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_WORDS_S) + 1,
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,

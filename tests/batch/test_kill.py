@@ -14,7 +14,25 @@ from jaxllm import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-COMMAND = "import sys; from jaxllm.cli.main import main; sys.exit(main())"
+# It commits often, and begins no more than so many lines while there is a file HOLD. So it is in
+# the midst of them, however late it is killed.
+COMMAND = """
+import os, sys, time
+from jaxllm.batch import job, run
+from jaxllm.cli.main import main
+
+run._COMMIT_EVERY_S = 0.02
+unfinished_items = job.unfinished_items
+
+def held(*args):
+    for index, item in enumerate(unfinished_items(*args)):
+        while index >= 100 and os.path.exists(os.environ["HOLD"]):
+            time.sleep(0.01)
+        yield item
+
+job.unfinished_items = held
+sys.exit(main())
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,10 +48,15 @@ def compiled(engine):
 def start(bench, *more) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *bench.argv, *more],
+        env=os.environ | {"HOLD": str(hold(bench))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def hold(bench) -> Path:
+    return bench.input.with_name("hold")
 
 
 def wait_for_results(bench, process, timeout_s: float = float("inf")) -> None:
@@ -66,12 +89,12 @@ def write_lines(bench, count: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("times", "num_lines"), [(2, 1600), pytest.param(6, 4000, marks=pytest.mark.sweep)]
+    ("times", "num_lines"), [(2, 300), pytest.param(6, 1000, marks=pytest.mark.sweep)]
 )
 def test_killed_several_times_a_batch_ends_complete_and_in_order(bench, times, num_lines):
     rng = random.Random(0)
-    # Many more than are answered in so many times the second or so from one commit to the next.
     good, bad = write_lines(bench, num_lines)
+    hold(bench).touch()
     for number in range(times):
         process = start(bench, "--ordered")
         if number % 3:
@@ -85,6 +108,7 @@ def test_killed_several_times_a_batch_ends_complete_and_in_order(bench, times, n
     # Each time something was left to do, and in the end something had been done.
     assert not bench.output.exists()
     assert os.path.getsize(bench.journal / "journal") > 0
+    hold(bench).unlink()
     process = start(bench, "--ordered")
     _, err = process.communicate()
     assert process.returncode == 0, err
@@ -94,10 +118,12 @@ def test_killed_several_times_a_batch_ends_complete_and_in_order(bench, times, n
 
 
 def test_a_terminated_batch_ends_with_status_75_and_goes_on(bench):
-    good, bad = write_lines(bench, 600)
+    good, bad = write_lines(bench, 300)
+    hold(bench).touch()
     process = start(bench)
     wait_for_results(bench, process)
     process.terminate()
+    hold(bench).unlink()
     _, err = process.communicate()
     assert process.returncode == 75, err
     assert "stopped before the end; the same command goes on" in err
@@ -131,9 +157,11 @@ def test_a_batch_whose_device_never_answers_ends_and_goes_on(bench, tmp_path, mo
     engine_tests = str(Path(__file__).parents[1] / "engine")
     monkeypatch.setenv("PYTHONPATH", engine_tests, prepend=os.pathsep)
     good, bad = write_lines(bench, 300)
+    hold(bench).touch()
     process = start(bench, "--engine-iteration-timeout=4")
     wait_for_results(bench, process)
     hangs.touch()
+    hold(bench).unlink()
     _, err = process.communicate()
     assert process.returncode == 1, err
     assert "the engine hangs: the step has not got on" in err and "hanging_device.py" in err

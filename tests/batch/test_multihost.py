@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.ports import free_port
 from tests.profile import OVER_HOSTS, SHARDED_MODEL, as_flags
 
 COMMAND = [sys.executable, "-c", "import sys; from jaxllm.cli.main import main; sys.exit(main())"]
@@ -25,9 +25,7 @@ def test_a_batch_runs_on_two_hosts_and_goes_on_there(tmp_path):
         folder.mkdir()
         (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for _ in range(2):  # the second time there is nothing left to do
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         ranks = [
             subprocess.Popen(
                 [

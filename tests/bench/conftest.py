@@ -43,7 +43,7 @@ def server_port(tiny_model, engine_flags):
     reader.start()
     yield int(found[1])
     process.terminate()
-    process.wait(60)
+    process.wait(300)
     reader.join()
 
 
@@ -70,7 +70,7 @@ def scripted_server():
             writer.close()
 
         serving = asyncio.start_server(handle, "127.0.0.1", 0)
-        server = asyncio.run_coroutine_threadsafe(serving, loop).result(10)
+        server = asyncio.run_coroutine_threadsafe(serving, loop).result(200)
         servers.append(server)
         return server.sockets[0].getsockname()[1]
 

@@ -102,5 +102,5 @@ def test_an_engine_that_has_died_ends_the_loop_although_nobody_asks(
         ends.put("died")
 
     threading.Thread(target=run, daemon=True).start()
-    assert ends.get(timeout=30) == "died"
+    assert ends.get(timeout=200) == "died"
     assert outbox.qsize() == num_steps

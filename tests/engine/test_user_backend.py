@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from jaxllm.config import EngineArgs
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.identity import foreign_code
 from jaxllm.testing import make_tiny_checkpoint
+from tests.ports import free_port
 
 NAME = "user_backend:DenseBackend"
 # Answers of transformers, with a window in one of two layers.
@@ -125,17 +125,14 @@ def test_it_runs_by_a_flag(flags, expected, capsys):
 def server(flags, tmp_path, monkeypatch):
     """`jaxllm serve`, which finds the backend by PYTHONPATH alone: its client, and its log."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path / "log"
+    port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "jaxllm.cli.main", "serve", *flags]
     with (
         log.open("w") as stderr,
         subprocess.Popen(
             [*command, f"--port={port}", "--served-model-name=tiny"], stderr=stderr
         ) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client,
     ):
         try:
             deadline = time.monotonic() + 300

@@ -29,7 +29,7 @@ def test_messages_arrive_in_order_at_those_they_are_for(leader):
     assert [peers[0].receive() for _ in range(50)] == [b"%d" % n for n in range(1, 100, 2)]
     assert leader.receive() is None
     peers[0].send(b"one")
-    assert leader.receive(10) == b"one"
+    assert leader.receive(200) == b"one"
     for peer in peers:
         peer.close()
 
@@ -52,7 +52,7 @@ def test_who_has_no_key_is_not_let_in(leader):
         stranger.send(b"let me in", zmq.DONTWAIT)
     guest = PeerLink(leader.invitation, 2, pytest.fail)
     guest.send(b"hello")
-    assert leader.receive(10) == b"hello"
+    assert leader.receive(200) == b"hello"
     assert leader.receive(1) is None
     stranger.close(linger=0)
     guest.close()

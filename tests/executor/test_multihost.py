@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.testing import make_tiny_checkpoint
+from tests.ports import free_port
 from tests.profile import OVER_HOSTS, SHARDED_MODEL
 
 # What a rank runs: the same on each, as users do it. Rank 0 says its answers. Gloo's threads print,
@@ -90,9 +90,7 @@ class Ranks:
         env_of=None,
         script=SCRIPT,
     ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
@@ -214,7 +212,7 @@ def test_a_lost_follower_ends_the_requests_and_the_engine(how, options):
         ranks.until_running()
         ranks.processes[1].send_signal(how)
         leader = ranks.processes[0]
-        out, err = leader.communicate(timeout=120)
+        out, err = leader.communicate(timeout=300)
     answers, after = said(out)
     ((_, _, reason, why),) = json.loads(answers)[0]
     assert (reason, leader.returncode) == ("error", 1), err
@@ -227,7 +225,7 @@ def test_a_lost_leader_ends_its_followers(options):
     with Ranks(options, ENDLESS, nnodes=2, devices=2) as ranks:
         ranks.until_running()
         ranks.processes[0].kill()
-        _, err = ranks.processes[1].communicate(timeout=120)
+        _, err = ranks.processes[1].communicate(timeout=300)
         assert ranks.processes[1].returncode not in (0, None), err
 
 
@@ -235,7 +233,7 @@ def test_a_lost_leader_ends_its_followers(options):
 def test_ranks_with_other_options_are_refused_by_name(options):
     options = options | {"tensor_parallel_size": 2}
     with Ranks(options, REQUESTS, nnodes=2, differing={"max_num_seqs": 2}) as ranks:
-        leader, follower = ranks.ends(timeout=120)
+        leader, follower = ranks.ends(timeout=300)
     assert leader[0] != 0 and follower[0] != 0
     assert "rank 1 was started with another max_num_seqs than rank 0: 2, not 4" in leader[2]
 
@@ -244,6 +242,6 @@ def test_ranks_with_other_options_are_refused_by_name(options):
 def test_a_rank_with_nothing_to_do_is_refused(options):
     options = options | {"tensor_parallel_size": 1}
     with Ranks(options, REQUESTS, nnodes=2) as ranks:
-        leader, follower = ranks.ends(timeout=120)
+        leader, follower = ranks.ends(timeout=300)
     assert leader[0] != 0 and follower[0] != 0
     assert "ranks [1] would have nothing to do" in leader[2]

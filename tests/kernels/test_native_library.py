@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 import stat
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jaxllm_kernels.native import library as native_library
 from jaxllm_kernels.native.library import _FLAGS, DTYPES, Library, NoLibrary, load
@@ -42,6 +44,34 @@ def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch)
     directory.chmod(0o700)
     path.chmod(0o766)
     assert "others may write" in load(directory, ("float32",)).reason
+
+
+@pytest.mark.parametrize(
+    "shapes, dtype, result, attributes, is_refused",
+    [
+        ([(4, 8)], "float32", (4,), {"of_squares": True}, False),
+        ([(4, 8)], "int32", (4,), {"of_squares": True}, True),
+        ([(4, 8, 2)], "float32", (4,), {"of_squares": True}, True),
+        ([(4, 8)] * 2, "float32", (4,), {"of_squares": True}, True),
+        ([], "float32", (4,), {"of_squares": True}, True),
+        ([(4, 8)], "float32", (4, 1), {"of_squares": True}, True),
+        ([(4, 8)], "float32", (4,), {"of_squares": 2.0}, True),
+        ([(4, 8)], "float32", (4,), {"squares": True}, True),
+    ],
+)
+def test_a_call_that_is_not_the_functions_is_refused(
+    library, shapes, dtype, result, attributes, is_refused
+):
+    library.add_row_sums()
+    call = jax.ffi.ffi_call(
+        library.target("jaxllm_row_sums", jnp.float32), jax.ShapeDtypeStruct(result, jnp.float32)
+    )
+    operands = [jnp.full(shape, 2, dtype) for shape in shapes]
+    if is_refused:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the operands are not"):
+            call(*operands, **attributes)
+    else:
+        assert call(*operands, **attributes).tolist() == [32.0] * 4
 
 
 def test_without_a_sampler_there_is_all_else(tmp_path, library, monkeypatch):

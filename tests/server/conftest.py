@@ -4,6 +4,7 @@ An engine belongs to one event loop, so all servers run on one loop in a thread.
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -22,12 +23,17 @@ import uvloop
 
 from jaxllm import LLM, AsyncLLMEngine, SamplingParams
 from jaxllm.config import EngineArgs
+from jaxllm.frontend.output_collector import OutputCollector
 from jaxllm.openai.served_model import ServedModel
 from jaxllm.server.auth import Keys
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.run import Server, bind
 from jaxllm.server.service import Service
 from jaxllm.testing import make_tiny_checkpoint
+from tests.ports import free_port
+
+# What a test waits for at most, on the busiest machine. The first request of a kind may compile.
+WAIT_S = 300
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +74,7 @@ class Host:
 
     def call(self, coroutine):
         """Run a coroutine on the servers' loop and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_S)
 
     @contextlib.contextmanager
     def serve(self, *, keys=(), admin_keys=(), max_new_tokens=None, **options):
@@ -97,16 +103,16 @@ class Host:
             time.sleep(0.01)
         port = listener.getsockname()[1]
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
                 client.port, client.server = port, server
                 yield client
         finally:
             server.should_exit = True
-            future.result(60)
+            future.result(WAIT_S)
 
     def wait_until_idle(self):
         """Wait until the engine has no requests; return its stats."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + WAIT_S
         while True:
             stats = self.call(self.engine.stats())
             if not (stats.num_requests_running or stats.num_requests_waiting):
@@ -178,11 +184,11 @@ class ServeProcess:
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._log = tempfile.NamedTemporaryFile()  # a pipe without a reader would fill up
         self.process = subprocess.Popen([*command, "--enforce-eager"], stderr=self._log)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=WAIT_S)
 
     def wait_until_ready(self):
         """Wait until all frontends serve. /ready is not enough: any frontend may answer it."""
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + WAIT_S
         while "serving tiny at" not in self.said():
             assert self.process.poll() is None, self.said()
             assert time.monotonic() < deadline
@@ -191,11 +197,11 @@ class ServeProcess:
 
     def metric(self, name):
         """The sum of a metric's samples, asked on a new connection."""
-        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text
+        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=WAIT_S).text
         return sum(map(float, re.findall(rf"^jaxllm:{name}{{.*}} (\S+)$", page, re.M)))
 
     def wait_until_idle(self):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.1)
@@ -223,12 +229,6 @@ class ServeProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def runs(pid):
@@ -303,3 +303,26 @@ class Asked:
 @pytest.fixture(scope="session")
 def ask():
     return Asked.open
+
+
+@pytest.fixture
+def piece_by_piece(monkeypatch):
+    """Clients get each token by itself. A server that is slow sends what has come meanwhile at
+    once, which is as good, but shows nothing of how a stream is cut."""
+    put, get = OutputCollector.put, OutputCollector.get
+    late = collections.defaultdict(collections.deque)
+
+    def put_last(self, output):
+        if self._output is None and not late[self]:
+            put(self, output)
+        else:
+            late[self].append(output)
+
+    async def get_first(self):
+        output = await get(self)
+        if late[self]:
+            put(self, late[self].popleft())
+        return output
+
+    monkeypatch.setattr(OutputCollector, "put", put_last)
+    monkeypatch.setattr(OutputCollector, "get", get_first)

@@ -7,7 +7,6 @@ Nodes are processes of Ray's, so that one is lost as a machine would be.
 import asyncio
 import collections
 import json
-import socket
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from jaxllm.simulation.deployment import Deployment
 from jaxllm.simulation.simulator import simulate
 from jaxllm.simulation.trace import Trace
 from jaxllm.testing import make_tiny_adapter, make_tiny_checkpoint
+from tests.ports import free_port
 from tests.profile import SHARDED, SHARDED_MODEL, TINY
 
 ENGINE = TINY | {"max_model_len": 1024, "num_gpu_blocks_override": 1024}
@@ -50,9 +50,7 @@ class Fleet:
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.cluster.add_node(num_cpus=1, resources={"engine": 1}) for _ in range(2)]
         ray.init(address=self.cluster.address, log_to_driver="--log" in sys.argv)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         # A proxy at the head alone: others would want the same port.
         serve.start(http_options={"port": port, "location": "HeadOnly"})
         self.url = f"http://127.0.0.1:{port}/tiny"

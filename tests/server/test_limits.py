@@ -133,18 +133,20 @@ def test_what_is_not_meant_for_users_is_not_told():
 def test_a_template_without_end_holds_up_nobody_who_brings_none(host):
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     found = []
-    with host.serve(trust_request_chat_template=True, chat_template_timeout=3.0) as client:
-        body = {"messages": HELLO, "max_tokens": 2}
+    body = {"messages": HELLO, "max_tokens": 2}
+    foreign = body | {"chat_template": "{{ 'a' }}"}
+    with host.serve(trust_request_chat_template=True, chat_template_timeout=300.0) as client:
         assert client.post(CHAT, json=body).status_code == 200
-        foreign = body | {"chat_template": "{{ 'a' }}"}
         assert client.post(CHAT, json=foreign).status_code == 200  # that process is ready, too
 
         def ask():
             found.append(client.post(CHAT, json=body | {"chat_template": slow}))
 
+        process = client.server._service.templates._foreign.process
         thread = threading.Thread(target=ask)
         thread.start()
-        time.sleep(0.3)
+        while not process._lock.locked():  # until it is at work
+            time.sleep(0.01)
         # Chat with and without switches, completions, and what else needs the tokenizer.
         assert client.post(CHAT, json=body).status_code == 200
         switched = body | {"chat_template_kwargs": {"enable_thinking": False}}
@@ -152,9 +154,12 @@ def test_a_template_without_end_holds_up_nobody_who_brings_none(host):
         assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
         assert client.post("/tokenize", json={"messages": HELLO}).status_code == 200
         assert not found
+        process._process.kill()
         thread.join()
-        assert found[0].status_code == 400
-        assert "chat_template_timeout=3.0" in found[0].text
+        assert found[0].status_code == 400 and "it has ended its process" in found[0].text
+    with host.serve(trust_request_chat_template=True, chat_template_timeout=3.0) as client:
+        late = client.post(CHAT, json=body | {"chat_template": slow})
+        assert late.status_code == 400 and "chat_template_timeout=3.0" in late.text
         assert client.post(CHAT, json=foreign).status_code == 200
         response = client.post(CHAT, json=body | {"chat_template": "x" * 300_000})
         assert response.status_code == 400 and "'300000 characters'" in response.text
@@ -162,7 +167,7 @@ def test_a_template_without_end_holds_up_nobody_who_brings_none(host):
 
 def test_a_stream_without_news_is_kept_alive(host):
     body = {"prompt": "a", "max_tokens": 3, "stream": True, "temperature": 0}
-    with host.serve(sse_keep_alive_interval=0.05, client_timeout=5.0) as client:
+    with host.serve(sse_keep_alive_interval=0.05) as client:
         whole = client.post(COMPLETIONS, json=body | {"stream": False}).json()
         host.call(host.engine.sleep(0))
         with client.stream("POST", COMPLETIONS, json=body) as stream:

@@ -37,11 +37,11 @@ class Talk:
         self.statuses = []
         self._num_whole = 0
         self._parser = httptools.HttpResponseParser(self)
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
             try:
                 connection.sendall(data)
                 self._listen(connection, wanted)
-                connection.settimeout(60)
+                connection.settimeout(300)
                 connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(1 << 16):
                     self._parser.feed_data(part)
@@ -51,7 +51,7 @@ class Talk:
     def _listen(self, connection, wanted):
         try:
             while True:
-                connection.settimeout(0.03 if self._num_whole >= wanted else 60)
+                connection.settimeout(0.03 if self._num_whole >= wanted else 300)
                 part = connection.recv(1 << 16)
                 if not part:
                     return
@@ -308,6 +308,15 @@ async def _num_tasks():
     return len(asyncio.all_tasks())
 
 
+async def _start_all_threads():
+    """How many there are otherwise depends on how much once was under way at a time."""
+    go_on = threading.Event()
+    tasks = [asyncio.create_task(asyncio.to_thread(go_on.wait)) for _ in range(64)]
+    await asyncio.sleep(0)  # all are in the queue of the threads
+    go_on.set()
+    await asyncio.gather(*tasks)
+
+
 def _resident_bytes():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -321,12 +330,13 @@ def test_nothing_grows(server, host):
 
     def measured():
         """Tasks, files and threads once all connections are gone, and bytes of memory."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while (tasks := host.call(_num_tasks())) > first_tasks + 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         files = len(os.listdir("/proc/self/fd"))
         return tasks, files, threading.active_count(), _resident_bytes()
 
+    host.call(_start_all_threads())
     first_tasks = host.call(_num_tasks())
     order = random.Random(0)
 

@@ -76,7 +76,7 @@ def run(check):
         replicas.may_end.set()
         await until(lambda: not fleet._prompts and fleet._aborting is None)
 
-    asyncio.run(asyncio.wait_for(checked(), 30))
+    asyncio.run(asyncio.wait_for(checked(), 300))
 
 
 async def until(is_so):

@@ -13,6 +13,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from jaxllm.server import route
+from tests.ports import free_port
 
 PROMPT = "Once upon a time there was a princess who lived in a castle by the sea, " * 3
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "seed": 1}
@@ -30,7 +31,7 @@ def engines(new_host, engine_options, llm, tmp_path_factory):
     options = engine_options | {"kv_offloading_size": 0.02, "kv_secret_file": str(secret)}
     with contextlib.ExitStack() as stack:
         hosts = [
-            new_host(options | {"kv_role": role, "kv_timeout": 1.0})
+            new_host(options | {"kv_role": role, "kv_timeout": 100.0})
             for role in ("kv_producer", "kv_consumer")
         ]
         for host in hosts:
@@ -41,13 +42,11 @@ def engines(new_host, engine_options, llm, tmp_path_factory):
 @contextlib.contextmanager
 def routing(prefill, decode):
     """Start the command; yield a client of it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "jaxllm.cli.main", "route", f"--port={port}"]
     urls = ["--prefill", *map(_url, prefill), "--decode", *map(_url, decode)]
     process = subprocess.Popen([*command, *urls])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port)).close()
@@ -55,11 +54,11 @@ def routing(prefill, decode):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
             yield client
     finally:
         process.terminate()
-        assert process.wait(30) == -15
+        assert process.wait(300) == -15
 
 
 def _url(server):
@@ -96,13 +95,19 @@ def test_a_prompt_is_computed_by_one_and_answered_by_another(engines):
         before = {path: asked(second, path) for path in BODIES}
         taker.call(taker.engine.reset_prefix_cache())
         with routing([first], [second]) as client:
+            # A giver that is slow may have copied no block when it is asked the first time.
+            for path in BODIES:
+                asked(client, path)
+            giver.wait_until_idle()
+            taker.call(taker.engine.reset_prefix_cache())
+            num_taken = taken(second)
             assert {path: asked(client, path) for path in BODIES} == before
-            assert taken(second) > 4
+            assert taken(second) > num_taken + 4
             body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
             with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 assert stream.headers["content-type"].startswith("text/event-stream")
                 assert list(stream.iter_lines())[-2] == "data: [DONE]"
-            assert counts(client) == {"handed_over": 3, "computed_alone": 0, "passed_on": 0}
+            assert counts(client) == {"handed_over": 5, "computed_alone": 0, "passed_on": 0}
             # What is refused says why, with the status of an engine.
             refused = client.post("/v1/completions", json={"prompt": "a", "temperature": -1})
             assert refused.status_code == 400 and "temperature" in refused.text

@@ -42,7 +42,7 @@ def server(serving):
         server.wait_until_ready()
         yield server
         server.process.terminate()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(300) == 0
         assert "stopping; 0 requests are under way" in server.said()
         assert "Traceback" not in server.said()
 
@@ -111,7 +111,7 @@ def test_a_storm_leaves_nothing_behind(server, ask, expected):
         server.wait_until_idle()
         used.append(sum(map(rss_kb, pids)))
     assert server.metric("kv_cache_usage_perc") == 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while any(now > then for now, then in zip(held_by(pids), held, strict=True)):
         assert time.monotonic() < deadline, (held_by(pids), held)
         time.sleep(0.1)

@@ -56,7 +56,7 @@ class Cloud:
             text=True,
             env=self.environment(),
             cwd=self.folder,
-            timeout=120,
+            timeout=600,
         )
 
     def start(self, script: str, *flags: str) -> subprocess.Popen[str]:

@@ -56,7 +56,7 @@ def run_batch(input: Path, output: Path) -> int:
 
 
 def wait_for(path: Path, *, gone: bool = False) -> None:
-    for _ in range(600):
+    for _ in range(6000):
         if path.exists() != gone:
             return
         time.sleep(0.05)

@@ -4,7 +4,6 @@ Pages of the checkpoint that are mapped count as the process's memory, too, unti
 """
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.testing import make_tiny_checkpoint
+from tests.ports import free_port
 
 MIB = 1 << 20
 # What JAX and the loader themselves come to need, whatever the size of the checkpoint.
@@ -101,9 +101,7 @@ def test_a_process_with_all_devices_takes_the_weights(num_shards, checkpoint):
 @pytest.mark.slow
 def test_each_of_two_processes_takes_half(checkpoint):
     path, num_bytes = checkpoint
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [start(path, 2, process, 2, address) for process in range(2)]
     for share, taken in map(measured, processes):
         assert num_bytes / 2 <= share < num_bytes / 2 + MIB

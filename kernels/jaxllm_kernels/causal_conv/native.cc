@@ -9,11 +9,9 @@
 #include <memory>
 #include <vector>
 
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -159,31 +157,11 @@ ffi::Error Convolve(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Buffer<k
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType, ffi::DataType kStored>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()     // x
-      .template Arg<ffi::Buffer<kType, 2>>()     // weight
-      .template Arg<ffi::Buffer<kType, 1>>()     // bias
-      .template Arg<ffi::Buffer<kStored, 3>>()   // state
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()  // slots
-      .template Arg<ffi::Buffer<ffi::PRED, 1>>()  // begins
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()  // query_starts
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()  // lengths
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()  // num_kept
-      .template Ret<ffi::Buffer<kType, 2>>()
-      .template Ret<ffi::Buffer<kStored, 3>>()
-      .template Attr<bool>("is_silu");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto ConvolveF32 = Convolve<ffi::F32, ffi::F32, float>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_conv_f32, ConvolveF32, (Signature<ffi::F32, ffi::F32>()));
+JAXLLM_FUNCTION(jaxllm_conv_f32, (Convolve<ffi::F32, ffi::F32, float>), "is_silu")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto ConvolveBF16 = Convolve<ffi::BF16, ffi::U16, uint16_t>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_conv_bf16, ConvolveBF16, (Signature<ffi::BF16, ffi::U16>()));
+JAXLLM_FUNCTION(jaxllm_conv_bf16, (Convolve<ffi::BF16, ffi::U16, uint16_t>), "is_silu")
 #endif

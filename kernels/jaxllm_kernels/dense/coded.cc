@@ -3,8 +3,7 @@
 #include <cstdint>
 
 #include "dense/multiply.h"
-
-namespace ffi = xla::ffi;
+#include "native/ffi.h"
 
 namespace {
 
@@ -13,7 +12,7 @@ using namespace jaxllm;
 // The codes are bytes [outputs, of a row], scales and offsets [outputs, groups of inputs]. Without
 // offsets their buffer is empty.
 template <ffi::DataType kType, typename Element>
-ffi::Error MultiplyCodes(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::AnyBuffer codes,
+ffi::Error MultiplyCodes(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Bytes codes,
                          ffi::Buffer<ffi::F32, 2> scales, ffi::Buffer<ffi::F32, 2> offsets,
                          ffi::ResultBuffer<ffi::F32, 2> y) {
   const auto rows = x.dimensions(), groups = scales.dimensions();
@@ -24,7 +23,7 @@ ffi::Error MultiplyCodes(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Any
                                              groups[0],
                                              rows[1],
                                              groups[1]};
-  if (!matrix.IsSupported() || int64_t(codes.size_bytes()) != matrix.num_bytes() ||
+  if (!matrix.IsSupported() || int64_t(codes.element_count()) != matrix.num_bytes() ||
       (has_offsets && offsets.element_count() != scales.element_count()))
     return ffi::Error::InvalidArgument("the sizes do not fit");
   MultiplyAll(matrix, reinterpret_cast<const Element*>(x.untyped_data()), rows[0], y->typed_data(),
@@ -32,24 +31,11 @@ ffi::Error MultiplyCodes(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Any
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::Buffer<ffi::F32, 2>>()
-      .template Arg<ffi::Buffer<ffi::F32, 2>>()
-      .template Ret<ffi::Buffer<ffi::F32, 2>>();
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto MultiplyF32 = MultiplyCodes<ffi::F32, float>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXLLM_NAME(dense, f32), MultiplyF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(JAXLLM_NAME(dense, f32), (MultiplyCodes<ffi::F32, float>))
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto MultiplyBF16 = MultiplyCodes<ffi::BF16, uint16_t>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXLLM_NAME(dense, bf16), MultiplyBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(JAXLLM_NAME(dense, bf16), (MultiplyCodes<ffi::BF16, uint16_t>))
 #endif

@@ -9,16 +9,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "native/matrices.h"
 #include "native/padding.h"
 #include "native/threads.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
 template <typename Matrices>
 void Multiply(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows, float* y,
-              xla::ffi::ThreadPool& pool) {
+              ffi::ThreadPool& pool) {
   using Product = typename Matrices::ProductOfRows;
   constexpr int64_t kOutputs = Product::kBlockOutputs;
   const auto rows = weight.Take(x, num_rows);
@@ -51,7 +51,7 @@ void Multiply(const Matrices& weight, const typename Matrices::Model* x, int64_t
 // Multiply the distinct rows, and repeat the last result for those that repeat the last of them.
 template <typename Matrices>
 void MultiplyAll(const Matrices& weight, const typename Matrices::Model* x, int64_t num_rows,
-                 float* y, xla::ffi::ThreadPool& pool) {
+                 float* y, ffi::ThreadPool& pool) {
   if (num_rows == 0) return;
   const int64_t num_inputs = weight.num_inputs, num_outputs = weight.num_outputs;
   const int64_t last = CountDistinct(x, num_rows, num_inputs) - 1;

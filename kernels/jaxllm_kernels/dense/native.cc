@@ -3,8 +3,7 @@
 #include <cstdint>
 
 #include "dense/multiply.h"
-
-namespace ffi = xla::ffi;
+#include "native/ffi.h"
 
 namespace {
 
@@ -24,23 +23,11 @@ ffi::Error MultiplyBuffers(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  using Matrix = ffi::Buffer<kType, 2>;
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<Matrix>()
-      .template Arg<Matrix>()
-      .template Ret<ffi::Buffer<ffi::F32, 2>>();
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto MultiplyF32 = MultiplyBuffers<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_dense_f32, MultiplyF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_dense_f32, (MultiplyBuffers<ffi::F32, Float32>))
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto MultiplyBF16 = MultiplyBuffers<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_dense_bf16, MultiplyBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_dense_bf16, (MultiplyBuffers<ffi::BF16, BFloat16>))
 #endif

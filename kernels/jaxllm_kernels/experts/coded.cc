@@ -3,8 +3,7 @@
 #include <cstdint>
 
 #include "experts/layer.h"
-
-namespace ffi = xla::ffi;
+#include "native/ffi.h"
 
 namespace {
 
@@ -14,8 +13,8 @@ using namespace jaxllm;
 template <ffi::DataType kType, typename Kind>
 ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
                       ffi::Buffer<ffi::S32, 2> chosen, ffi::Buffer<ffi::F32, 2> factors,
-                      ffi::AnyBuffer gate_up, ffi::Buffer<ffi::F32, 4> gate_up_scales,
-                      ffi::Buffer<ffi::F32, 4> gate_up_offsets, ffi::AnyBuffer down,
+                      ffi::Bytes gate_up, ffi::Buffer<ffi::F32, 4> gate_up_scales,
+                      ffi::Buffer<ffi::F32, 4> gate_up_offsets, ffi::Bytes down,
                       ffi::Buffer<ffi::F32, 3> down_scales, ffi::Buffer<ffi::F32, 3> down_offsets,
                       ffi::Buffer<kType, 3> gate_up_bias, ffi::Buffer<kType, 2> down_bias,
                       ffi::ResultBuffer<ffi::F32, 2> y, ffi::ResultBuffer<kType, 2> inner,
@@ -38,44 +37,21 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   if (x.dimensions()[1] != hidden_size || groups[1] < 1 || groups[1] > 2 ||
       down_groups[0] != num_experts || !first.IsSupported() || !second.IsSupported() ||
       size % kLanes || hidden_size % kLanes ||
-      int64_t(gate_up.size_bytes()) != groups[1] * num_experts * first.num_bytes() ||
-      int64_t(down.size_bytes()) != num_experts * second.num_bytes())
+      int64_t(gate_up.element_count()) != groups[1] * num_experts * first.num_bytes() ||
+      int64_t(down.element_count()) != num_experts * second.num_bytes())
     return ffi::Error::InvalidArgument("the sizes do not fit");
   RunLayer<Kind>(pool, Operands<kType>{x, chosen, factors, gate_up_bias, down_bias, y, inner},
                  num_experts, groups[1], first, second, {slope, cubic, offset, limit});
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Arg<ffi::Buffer<ffi::S32, 2>>()
-      .template Arg<ffi::Buffer<ffi::F32, 2>>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::Buffer<ffi::F32, 4>>()
-      .template Arg<ffi::Buffer<ffi::F32, 4>>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::Buffer<ffi::F32, 3>>()
-      .template Arg<ffi::Buffer<ffi::F32, 3>>()
-      .template Arg<ffi::Buffer<kType, 3>>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Ret<ffi::Buffer<ffi::F32, 2>>()
-      .template Ret<ffi::Buffer<kType, 2>>()
-      .template Attr<float>("slope")
-      .template Attr<float>("cubic")
-      .template Attr<float>("offset")
-      .template Attr<float>("limit");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto ExpertsF32 = RunExperts<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXLLM_NAME(experts, f32), ExpertsF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(JAXLLM_NAME(experts, f32), (RunExperts<ffi::F32, Float32>),
+                "slope", "cubic", "offset", "limit")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto ExpertsBF16 = RunExperts<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JAXLLM_NAME(experts, bf16), ExpertsBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(JAXLLM_NAME(experts, bf16), (RunExperts<ffi::BF16, BFloat16>),
+                "slope", "cubic", "offset", "limit")
 #endif

@@ -15,9 +15,9 @@
 #include <numeric>
 #include <vector>
 
+#include "native/ffi.h"
 #include "native/matrices.h"
 #include "native/threads.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
@@ -197,20 +197,20 @@ struct Activation {
 };
 
 // Operands and results in the order of the functions' arguments; the matrices are apart.
-template <xla::ffi::DataType kType>
+template <ffi::DataType kType>
 struct Operands {
-  xla::ffi::Buffer<kType, 2> x;
-  xla::ffi::Buffer<xla::ffi::S32, 2> chosen;
-  xla::ffi::Buffer<xla::ffi::F32, 2> factors;
-  xla::ffi::Buffer<kType, 3> gate_up_bias;
-  xla::ffi::Buffer<kType, 2> down_bias;
-  xla::ffi::ResultBuffer<xla::ffi::F32, 2> y;
-  xla::ffi::ResultBuffer<kType, 2> inner;
+  ffi::Buffer<kType, 2> x;
+  ffi::Buffer<ffi::S32, 2> chosen;
+  ffi::Buffer<ffi::F32, 2> factors;
+  ffi::Buffer<kType, 3> gate_up_bias;
+  ffi::Buffer<kType, 2> down_bias;
+  ffi::ResultBuffer<ffi::F32, 2> y;
+  ffi::ResultBuffer<kType, 2> inner;
 };
 
 // Compute a layer. The sizes fit. There are gate and up, or up alone, where `num_halves` is 1.
-template <typename Kind, xla::ffi::DataType kType, typename Matrices>
-void RunLayer(xla::ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_experts,
+template <typename Kind, ffi::DataType kType, typename Matrices>
+void RunLayer(ffi::ThreadPool& pool, Operands<kType> operands, int64_t num_experts,
               int64_t num_halves, const Matrices& gate_up, const Matrices& down,
               Activation activation) {
   using Element = typename Kind::Element;

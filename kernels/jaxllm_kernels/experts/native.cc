@@ -3,8 +3,7 @@
 #include <cstdint>
 
 #include "experts/layer.h"
-
-namespace ffi = xla::ffi;
+#include "native/ffi.h"
 
 namespace {
 
@@ -33,32 +32,13 @@ ffi::Error RunExperts(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x,
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Arg<ffi::Buffer<ffi::S32, 2>>()
-      .template Arg<ffi::Buffer<ffi::F32, 2>>()
-      .template Arg<ffi::Buffer<kType, 4>>()
-      .template Arg<ffi::Buffer<kType, 3>>()
-      .template Arg<ffi::Buffer<kType, 3>>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Ret<ffi::Buffer<ffi::F32, 2>>()
-      .template Ret<ffi::Buffer<kType, 2>>()
-      .template Attr<float>("slope")
-      .template Attr<float>("cubic")
-      .template Attr<float>("offset")
-      .template Attr<float>("limit");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto ExpertsF32 = RunExperts<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts_f32, ExpertsF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_experts_f32, (RunExperts<ffi::F32, Float32>),
+                "slope", "cubic", "offset", "limit")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto ExpertsBF16 = RunExperts<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_experts_bf16, ExpertsBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_experts_bf16, (RunExperts<ffi::BF16, BFloat16>),
+                "slope", "cubic", "offset", "limit")
 #endif

@@ -8,11 +8,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "native/ffi.h"
 #include "native/vectors.h"
 #include "recurrent/native.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -137,21 +135,6 @@ ffi::Error Delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> q, ffi::Buffer<f
   return ffi::Error::Success();
 }
 
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::Buffer<ffi::F32, 3>>()   // q
-      .Arg<ffi::Buffer<ffi::F32, 3>>()   // k
-      .Arg<ffi::Buffer<ffi::F32, 3>>()   // v
-      .Arg<ffi::Buffer<ffi::F32, 3>>()   // log_decay
-      .Arg<ffi::Buffer<ffi::F32, 2>>()   // beta
-      .Arg<ffi::Buffer<ffi::F32, 4>>()   // state
-      .Arg<ffi::Buffer<ffi::F32, 3>>()   // out
-      .RemainingArgs()                   // rows
-      .Ret<ffi::Buffer<ffi::F32, 4>>()
-      .Ret<ffi::Buffer<ffi::F32, 3>>();
-}
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_delta_f32, Delta, Signature());
+JAXLLM_FUNCTION(jaxllm_delta_f32, Delta)

@@ -9,13 +9,11 @@
 #include <vector>
 
 #include "dense/multiply.h"
+#include "native/ffi.h"
 #include "native/matrices.h"
 #include "native/padding.h"
 #include "native/rows.h"
 #include "native/threads.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -153,28 +151,13 @@ ffi::Error MultiplyHeads(ffi::ThreadPool pool, ffi::Buffer<kType, 3> x,
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 3>>()
-      .template Arg<ffi::Buffer<kType, 3>>()
-      .template Ret<ffi::Buffer<kType, 3>>();
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto TimesF32 = MultiplyHeads<false, ffi::F32, Float32>;
-constexpr auto TransposedF32 = MultiplyHeads<true, ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_heads_times_f32, TimesF32, Signature<ffi::F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_heads_times_transposed_f32, TransposedF32,
-                              Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_heads_times_f32, (MultiplyHeads<false, ffi::F32, Float32>))
+JAXLLM_FUNCTION(jaxllm_heads_times_transposed_f32, (MultiplyHeads<true, ffi::F32, Float32>))
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto TimesBF16 = MultiplyHeads<false, ffi::BF16, BFloat16>;
-constexpr auto TransposedBF16 = MultiplyHeads<true, ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_heads_times_bf16, TimesBF16, Signature<ffi::BF16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_heads_times_transposed_bf16, TransposedBF16,
-                              Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_heads_times_bf16, (MultiplyHeads<false, ffi::BF16, BFloat16>))
+JAXLLM_FUNCTION(jaxllm_heads_times_transposed_bf16, (MultiplyHeads<true, ffi::BF16, BFloat16>))
 #endif

@@ -7,11 +7,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -110,7 +108,7 @@ ffi::Error LowRank(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Buffer<ff
   int64_t first = 0;
   for (size_t i = 0; i < bs.size(); ++i) {
     auto b = bs.get<ffi::Buffer<kType, 4>>(i);
-    if (b.has_error()) return b.error();
+    if (!b) return ffi::Error::InvalidArgument("the matrices have another type");
     const int64_t columns = b->dimensions()[3];
     if (columns % kLanes) return ffi::Error::InvalidArgument("the columns do not fit");
     parts.push_back({reinterpret_cast<const Element*>(b->untyped_data()), columns, first});
@@ -151,24 +149,11 @@ ffi::Error LowRank(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::Buffer<ff
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<kType, 4>>()
-      .RemainingArgs()
-      .template Ret<ffi::Buffer<ffi::F32, 2>>();
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto LowRankF32 = LowRank<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_low_rank_f32, LowRankF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_low_rank_f32, (LowRank<ffi::F32, Float32>))
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto LowRankBF16 = LowRank<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_low_rank_bf16, LowRankBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_low_rank_bf16, (LowRank<ffi::BF16, BFloat16>))
 #endif

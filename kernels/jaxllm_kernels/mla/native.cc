@@ -1,6 +1,7 @@
 // Attention to latents: one row per token, which is the key of all heads, and whose beginning is
 // their value. `ragged_paged_attention/native.h` has the attention.
 
+#include "native/ffi.h"
 #include "ragged_paged_attention/native.h"
 
 namespace {
@@ -52,32 +53,11 @@ ffi::Error AttendLatents(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buf
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto SignatureOfLatents() {
-  using Heads = ffi::Buffer<kType, 3>;
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<Heads>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Arg<Heads>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<ffi::S32, 2>>()
-      .template Ret<Heads>()
-      .template Ret<Heads>()
-      .template Attr<float>("scale")
-      .template Attr<int64_t>("block_size");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto AttendLatentsF32 = AttendLatents<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_latents_f32, AttendLatentsF32,
-                              SignatureOfLatents<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_latents_f32, (AttendLatents<ffi::F32, Float32>), "scale", "block_size")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto AttendLatentsBF16 = AttendLatents<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_latents_bf16, AttendLatentsBF16,
-                              SignatureOfLatents<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_latents_bf16, (AttendLatents<ffi::BF16, BFloat16>), "scale", "block_size")
 #endif

@@ -26,10 +26,10 @@ from jaxllm_kernels.platform import processor
 
 _ROOT = Path(__file__).parents[1]
 _HEADERS = (
-    "native/coded_products.h", "native/codes.h", "native/matrices.h", "native/padding.h",
-    "native/products.h", "native/rows.h", "native/threads.h", "native/vectors.h",
-    "dense/multiply.h", "experts/layer.h", "ragged_paged_attention/native.h",
-    "recurrent/native.h", "sampler/record.h", "sampler/rows.h",
+    "native/coded_products.h", "native/codes.h", "native/ffi.h", "native/matrices.h",
+    "native/padding.h", "native/products.h", "native/rows.h", "native/threads.h",
+    "native/vectors.h", "dense/multiply.h", "experts/layer.h",
+    "ragged_paged_attention/native.h", "recurrent/native.h", "sampler/record.h", "sampler/rows.h",
 )  # fmt: skip
 # The C++ names of codes.
 CODES = {

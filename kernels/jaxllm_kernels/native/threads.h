@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "native/ffi.h"
 
 namespace jaxllm {
 
@@ -21,7 +21,7 @@ namespace jaxllm {
 // waits for a thread that has not begun. A thread that begins after the end finds no unit and
 // touches nothing. Units are taken in order, so a thread waits for a phase only for running threads.
 template <typename Work>
-void Share(xla::ffi::ThreadPool& pool, std::initializer_list<int64_t> phases, const Work& work) {
+void Share(ffi::ThreadPool& pool, std::initializer_list<int64_t> phases, const Work& work) {
   struct Units {
     std::atomic<int64_t> next{0}, done{0};
     std::vector<int64_t> phases;
@@ -43,7 +43,7 @@ void Share(xla::ffi::ThreadPool& pool, std::initializer_list<int64_t> phases, co
     }
   };
   const int64_t num_helpers = std::min(pool.num_threads(), units->number) - 1;
-  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule(decltype(take)(take));
+  for (int64_t i = 0; i < num_helpers; ++i) pool.Schedule(take);
   take();
   wait_for(*units, units->number);
 }

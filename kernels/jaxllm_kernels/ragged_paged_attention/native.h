@@ -28,11 +28,9 @@
 #include <vector>
 
 #include "native/codes.h"
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -572,30 +570,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kCa
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType, ffi::DataType kCached>
-auto Signature() {
-  using Heads = ffi::Buffer<kType, 3>;
-  using NewHeads = ffi::Buffer<kCached, 3>;
-  using Cache = ffi::Buffer<kCached, 5>;
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<Heads>()
-      .template Arg<NewHeads>()
-      .template Arg<NewHeads>()
-      .template Arg<Cache>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<ffi::S32, 2>>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Arg<ffi::Buffer<ffi::F32, 1>>()
-      .template Arg<ffi::Buffer<ffi::F32, 1>>()
-      .template Ret<Heads>()
-      .template Ret<Cache>()
-      .template Attr<float>("scale")
-      .template Attr<int64_t>("sliding_window")
-      .template Attr<int64_t>("chunk")
-      .template Attr<float>("soft_cap")
-      .template Attr<int64_t>("block_size");
-}
-
 }  // namespace
+
+// The names of Attend's attributes, in the order of its parameters.
+#define JAXLLM_ATTENTION_ATTRIBUTES "scale", "sliding_window", "chunk", "soft_cap", "block_size"

@@ -11,9 +11,9 @@
 #include <cstring>
 #include <memory>
 
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace jaxllm {
 
@@ -38,7 +38,7 @@ struct Part {
 // The states of all slots, and the rows of a step: what `recurrent/native.py` appends to operands.
 class StateRows {
  public:
-  StateRows(const xla::ffi::Buffer<xla::ffi::F32, 4>& state, const xla::ffi::RemainingArgs& rows)
+  StateRows(const ffi::Buffer<ffi::F32, 4>& state, const ffi::RemainingArgs& rows)
       : states_(state.typed_data()),
         num_slots_(state.dimensions()[0]),
         num_heads_(state.dimensions()[1]),
@@ -49,13 +49,13 @@ class StateRows {
         num_kept_(Numbers(rows, 3)),
         draft_rows_(Numbers(rows, 4)),
         counts_(Numbers(rows, 5)),
-        begins_(rows.get<xla::ffi::Buffer<xla::ffi::PRED, 1>>(6)->typed_data()) {}
+        begins_(rows.get<ffi::Buffer<ffi::PRED, 1>>(6)->typed_data()) {}
 
   // Compute all rows. make() returns what computes the heads of a unit: a function of a token, a
   // head, the state before the token, which is null if it is zeros, and where the next one goes,
   // which is null if nothing needs it.
   template <typename Make>
-  void Advance(xla::ffi::ThreadPool& pool, const Make& make) const {
+  void Advance(ffi::ThreadPool& pool, const Make& make) const {
     const int64_t num_decodes = counts_[0], num_rows = num_decodes + counts_[1];
     const int64_t heads = std::clamp<int64_t>(kUnitElements / size_, 1, num_heads_);
     const int64_t units = (num_heads_ + heads - 1) / heads;
@@ -77,8 +77,8 @@ class StateRows {
   // Threads share no less than that.
   static constexpr int64_t kUnitElements = 1 << 14;
 
-  static const int32_t* Numbers(const xla::ffi::RemainingArgs& rows, size_t index) {
-    return rows.get<xla::ffi::Buffer<xla::ffi::S32, 1>>(index)->typed_data();
+  static const int32_t* Numbers(const ffi::RemainingArgs& rows, size_t index) {
+    return rows.get<ffi::Buffer<ffi::S32, 1>>(index)->typed_data();
   }
 
   // Compute a head of a row: `num_kept` tokens from `first` on, which the state goes on over, and

@@ -4,11 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -57,22 +55,11 @@ ffi::Error SumRows(ffi::ThreadPool pool, ffi::Buffer<kType, 2> x, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<kType, 2>>()
-      .template Ret<ffi::Buffer<ffi::F32, 1>>()
-      .template Attr<bool>("of_squares");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto SumRowsF32 = SumRows<ffi::F32, float>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_row_sums_f32, SumRowsF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_row_sums_f32, (SumRows<ffi::F32, float>), "of_squares")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto SumRowsBF16 = SumRows<ffi::BF16, uint16_t>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_row_sums_bf16, SumRowsBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_row_sums_bf16, (SumRows<ffi::BF16, uint16_t>), "of_squares")
 #endif

@@ -13,13 +13,11 @@
 #include <limits>
 #include <vector>
 
+#include "native/ffi.h"
 #include "native/threads.h"
 #include "native/vectors.h"
 #include "sampler/record.h"
 #include "sampler/rows.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -646,47 +644,8 @@ ffi::Error LogprobsOf(ffi::ThreadPool pool, Floats2 logits, Int32s<1> targets,
   return ffi::Error::Success();
 }
 
-auto LogprobsSignature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<Floats2>()                    // logits
-      .Arg<Int32s<1>>()                  // targets
-      .Arg<ffi::Buffer<ffi::PRED, 0>>()  // wants_more
-      .Ret<ffi::Buffer<ffi::S32, 2>>()   // token_ids
-      .Ret<ffi::Buffer<ffi::F32, 2>>()   // logprobs
-      .Ret<ffi::Buffer<ffi::S32, 1>>()   // ranks
-      .Ret<ffi::Buffer<ffi::F32, 1>>();  // normalisers
-}
-
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<Floats2>()                    // logits
-      .Arg<Int32s<2>>()                  // params
-      .Arg<Int32s<1>>()                  // flags
-      .Arg<Int32s<1>>()                  // slots
-      .Arg<Int32s<1>>()                  // output_index
-      .Arg<Int32s<1>>()                  // positions
-      .Arg<ffi::Buffer<ffi::U32, 2>>()   // masks
-      .Arg<Int32s<2>>()                  // pending
-      .Arg<ffi::Buffer<ffi::S16, 2>>()   // token_counts
-      .Arg<Int32s<2>>()                  // full_rounds
-      .Arg<ffi::Buffer<ffi::U32, 2>>()   // allowed_bits
-      .Arg<Int32s<2>>()                  // biased_ids
-      .Arg<Floats2>()                    // biases
-      .Arg<Int32s<3>>()                  // bad_words
-      .Arg<Int32s<2>>()                  // recent_tokens
-      .Arg<Int32s<2>>()                  // stop_ids
-      .Ret<ffi::Buffer<ffi::S32, 1>>()   // tokens
-      .Ret<ffi::Buffer<ffi::PRED, 1>>()  // is_valid
-      .Ret<ffi::Buffer<ffi::S32, 2>>()   // token_ids
-      .Ret<ffi::Buffer<ffi::F32, 2>>()   // logprobs
-      .Ret<ffi::Buffer<ffi::S32, 1>>()   // ranks
-      .Ret<ffi::Buffer<ffi::F32, 1>>();  // normalisers
-}
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sample_f32, Sample, Signature());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_logprobs_f32, LogprobsOf, LogprobsSignature());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_record_f32, Record, RecordSignature());
+JAXLLM_FUNCTION(jaxllm_sample_f32, Sample)
+JAXLLM_FUNCTION(jaxllm_logprobs_f32, LogprobsOf)
+JAXLLM_FUNCTION(jaxllm_record_f32, Record)

@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "sampler/rows.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -65,20 +63,6 @@ ffi::Error Record(ffi::Buffer<ffi::S16, 2> counts, ffi::Buffer<ffi::S32, 2> roun
     }
   }
   return ffi::Error::Success();
-}
-
-auto RecordSignature() {
-  return ffi::Ffi::Bind()
-      .Arg<ffi::Buffer<ffi::S16, 2>>()  // counts
-      .Arg<ffi::Buffer<ffi::S32, 2>>()  // rounds
-      .Arg<ffi::Buffer<ffi::S32, 2>>()  // recent
-      .Arg<ffi::Buffer<ffi::S32, 2>>()  // tokens
-      .Arg<ffi::Buffer<ffi::S32, 1>>()  // num_tokens
-      .Arg<ffi::Buffer<ffi::S32, 1>>()  // flags
-      .Arg<ffi::Buffer<ffi::S32, 1>>()  // slots
-      .Ret<ffi::Buffer<ffi::S16, 2>>()
-      .Ret<ffi::Buffer<ffi::S32, 2>>()
-      .Ret<ffi::Buffer<ffi::S32, 2>>();
 }
 
 }  // namespace

@@ -6,11 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "native/ffi.h"
 #include "native/vectors.h"
 #include "recurrent/native.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -88,21 +86,6 @@ ffi::Error Ssd(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
-auto Signature() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .Arg<ffi::Buffer<ffi::F32, 3>>()  // x
-      .Arg<ffi::Buffer<ffi::F32, 3>>()  // b
-      .Arg<ffi::Buffer<ffi::F32, 3>>()  // c
-      .Arg<ffi::Buffer<ffi::F32, 2>>()  // step
-      .Arg<ffi::Buffer<ffi::F32, 1>>()  // rate
-      .Arg<ffi::Buffer<ffi::F32, 4>>()  // state
-      .Arg<ffi::Buffer<ffi::F32, 3>>()  // out
-      .RemainingArgs()                  // rows
-      .Ret<ffi::Buffer<ffi::F32, 4>>()
-      .Ret<ffi::Buffer<ffi::F32, 3>>();
-}
-
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_ssd_f32, Ssd, Signature());
+JAXLLM_FUNCTION(jaxllm_ssd_f32, Ssd)

@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "the sea"}}\n</tool_ca
 @pytest.fixture(scope="module")
 def client(server):
     with anthropic.Anthropic(
-        base_url=str(server.base_url), api_key=KEY, max_retries=0, timeout=60
+        base_url=str(server.base_url), api_key=KEY, max_retries=0, timeout=300
     ) as client:
         yield client
 
@@ -197,7 +197,7 @@ def test_a_wrong_key_is_an_error_of_its_kind(server):
 
 def test_either_header_has_the_key(server, url):
     for headers in ({"X-Api-Key": KEY}, {"Authorization": f"Bearer {KEY}"}):
-        body = {"json": CHAT, "headers": headers, "timeout": 60}
+        body = {"json": CHAT, "headers": headers, "timeout": 300}
         assert httpx.post(f"{url}/messages", **body).status_code == 200
     wrong = {"X-Api-Key": "b"}
     assert httpx.post(f"{url}/messages", json=CHAT, headers=wrong).status_code == 401

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow  # the first one starts an engine
 
 KEY = "a-key"
 HELLO = [{"role": "user", "content": "Hello"}]
-# The last field is long: a busy machine that reads a stream late still reads before its end.
 PLACE = "the sea, and all that lives in it"
 TEXT = json.dumps({"depth": 5, "at": PLACE})
 CHAT = {"model": "tiny", "messages": HELLO, "max_tokens": 120, "temperature": 0}
@@ -36,7 +35,7 @@ def client(url):
         yield client
 
 
-def test_chats_are_parsed(client, says):
+def test_chats_are_parsed(client, says, piece_by_piece):
     body = CHAT | {"extra_body": says(TEXT)}
     (choice,) = client.chat.completions.parse(**body, response_format=Look).choices
     assert (choice.message.parsed, choice.finish_reason) == (SEEN, "stop")
@@ -49,7 +48,7 @@ def test_chats_are_parsed(client, says):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Look"}}])
-def test_calls_are_parsed(client, says, choice):
+def test_calls_are_parsed(client, says, piece_by_piece, choice):
     text = json.dumps([{"name": "Look", "parameters": json.loads(TEXT)}])
     body = CHAT | {"extra_body": says(text if choice == "required" else TEXT)}
     body |= {"tools": [pydantic_function_tool(Look)], "tool_choice": choice}

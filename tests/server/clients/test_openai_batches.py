@@ -1,6 +1,7 @@
 """OpenAI's own client at /v1/files and /v1/batches."""
 
 import json
+import threading
 import time
 
 import openai
@@ -41,7 +42,7 @@ def upload(client, *lines):
 
 
 def until(client, batch, *statuses):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while batch.status not in statuses:
         assert time.monotonic() < deadline and batch.status != "failed", batch
         time.sleep(0.1)
@@ -211,7 +212,14 @@ def test_what_is_left_of_an_expired_batch_is_an_error(keeping, tmp_path, host):
         host.wait_until_idle()
 
 
-def test_limits(keeping):
+def test_limits(keeping, monkeypatch):
+    looking, unfinished = threading.Lock(), BatchStore.unfinished
+
+    def look(self):
+        with looking:
+            return unfinished(self)
+
+    monkeypatch.setattr(BatchStore, "unfinished", look)
     with keeping(max_batch_lines=2, max_batches=1, max_batch_file_bytes=2000) as server:
         client = client_of(server)
         with pytest.raises(openai.APIStatusError) as caught:
@@ -222,9 +230,10 @@ def test_limits(keeping):
             (["", ""], "empty_file"),
         ):
             file = upload(client, *lines)
-            batch = client.batches.create(input_file_id=file, endpoint=CHAT, **WINDOW)
-            with pytest.raises(openai.BadRequestError, match="--max-batches"):
-                client.batches.create(input_file_id=file, endpoint=CHAT, **WINDOW)
+            with looking:  # the first one has not ended when the second one comes
+                batch = client.batches.create(input_file_id=file, endpoint=CHAT, **WINDOW)
+                with pytest.raises(openai.BadRequestError, match="--max-batches"):
+                    client.batches.create(input_file_id=file, endpoint=CHAT, **WINDOW)
             while batch.status != "failed":
                 time.sleep(0.1)
                 batch = client.batches.retrieve(batch.id)
