@@ -9,12 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "native/ffi.h"
 #include "native/rows.h"
 #include "native/threads.h"
 #include "native/vectors.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
@@ -262,27 +260,11 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
   return ffi::Error::Success();
 }
 
-template <ffi::DataType kType>
-auto Signature() {
-  using Heads = ffi::Buffer<kType, 3>;
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<Heads>()
-      .template Arg<Heads>()
-      .template Arg<Heads>()
-      .template Arg<ffi::Buffer<ffi::S32, 1>>()
-      .template Ret<Heads>()
-      .template Attr<float>("scale")
-      .template Attr<int64_t>("reach");
-}
-
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-constexpr auto AttendF32 = Attend<ffi::F32, Float32>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_self_attention_f32, AttendF32, Signature<ffi::F32>());
+JAXLLM_FUNCTION(jaxllm_self_attention_f32, (Attend<ffi::F32, Float32>), "scale", "reach")
 #endif
 #ifdef JAXLLM_BFLOAT16
-constexpr auto AttendBF16 = Attend<ffi::BF16, BFloat16>;
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_self_attention_bf16, AttendBF16, Signature<ffi::BF16>());
+JAXLLM_FUNCTION(jaxllm_self_attention_bf16, (Attend<ffi::BF16, BFloat16>), "scale", "reach")
 #endif
