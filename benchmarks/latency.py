@@ -7,7 +7,8 @@ All requests of a batch begin together and have prompts of the same length. The 
 steps in which all of them decode, with contexts around the given one. The engines alternate, as in
 offline.py. The output also has the share of the floor (see floors.py). With --ceilings the floor is
 the device's. Otherwise it is the time in which all cores read the weights and caches of a step
-once, measured in the same run with plain reads.
+once, measured in the same run with plain reads. A floor is that of a dense model, so models of
+another --shape have no share.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 import floors
 import numpy as np
 import side_by_side
-from side_by_side import SHAPE_350M, Request, Worker
+from side_by_side import SHAPES, Request, Worker
 
 
 def batch(size: int, context: int, output_len: int, seed: int, vocab_size: int) -> list[Request]:
@@ -44,8 +45,10 @@ def main() -> None:
     parser.add_argument(
         "--output-len", type=int, default=33, help="tokens of an answer; 1: only the first is timed"
     )
+    side_by_side.add_shape_argument(parser)
     args = parser.parse_args()
-    with side_by_side.checkpoint(args.model, args.dtype, **SHAPE_350M) as model:
+    family, shape = SHAPES[args.shape]
+    with side_by_side.checkpoint(args.model, args.dtype, family, **shape) as model:
         config = json.loads((Path(model) / "config.json").read_text())
         with side_by_side.workers(args, model) as workers:
             rows = [
@@ -79,27 +82,35 @@ def measure(
         for engine, worker in workers.items():
             results[engine].append(worker.decode(requests(seed)))
     rates = args.ceilings or (statistics.median(bandwidths), math.inf)
-    line = floors.of_llama(config, args.dtype, rates)
     rows: list[dict] = []
     for engine, figures in results.items():
         worker = workers[engine]
         row = {name[:-2] + "_ms": s * 1e3 for name, s in side_by_side.medians(figures).items()}
-        what = "per_token_ms"
-        floor_s = floors.decode_s(line, size, context)
-        if args.output_len == 1:
-            what, floor_s = "first_token_ms", size * floors.prefill_s(line, context)
-        row |= {"floor_ms": floor_s * 1e3, "share": floor_s * 1e3 / row[what]}
+        what = "first_token_ms" if args.output_len == 1 else "per_token_ms"
+        if args.shape == "dense":
+            row["floor_ms"] = floor_ms(size, context, args, config, rates)
+            row["share"] = row["floor_ms"] / row[what]
         about = {"engine": engine, "version": worker.version, "start_up_s": worker.start_up_s}
         rows.append({"batch": size, "context": context, **about, **row})
         print(
             f"batch {size:3} context {context:5} {engine:13} first token "
             f"{row['first_token_ms']:8.1f} ms   "
             + (f"per token {row[what]:7.2f} ms   " if what == "per_token_ms" else "")
-            + f"share of floor {row['share']:4.2f}"
+            + (f"share of floor {row['share']:4.2f}" if "share" in row else "")
             + (f"   {engine}/jaxllm {row[what] / rows[0][what]:.2f}x" if len(rows) > 1 else ""),
             flush=True,
         )
     return rows
+
+
+def floor_ms(
+    size: int, context: int, args: argparse.Namespace, config: dict, rates: tuple[float, float]
+) -> float:
+    """The least time of a token of each request, or of the first ones if there are no others."""
+    line = floors.of_llama(config, args.dtype, rates)
+    if args.output_len == 1:
+        return 1e3 * size * floors.prefill_s(line, context)
+    return 1e3 * floors.decode_s(line, size, context)
 
 
 def read_bandwidth() -> float:

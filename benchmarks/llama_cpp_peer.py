@@ -31,7 +31,16 @@ _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+# llama.cpp's names of architectures. It rotates neighbours in the former, and halves in the latter.
+_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
+_ROTATES_NEIGHBOURS = {"llama"}
 _TYPES = {"bfloat16": ("BF16", "MOSTLY_BF16"), "float32": ("F32", "ALL_F32")}
 
 
@@ -106,14 +115,15 @@ class Peer:
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
-    """Write a Llama's checkpoint in llama.cpp's format, with a vocabulary of numbers."""
+    """Write a checkpoint of a Llama or a Qwen3-MoE in llama.cpp's format, with a vocabulary of
+    numbers."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     name, file_type = _TYPES[dtype]
     kind = gguf.GGMLQuantizationType[name]
     rope = config.get("rope_parameters") or config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[config["model_type"]])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -125,20 +135,23 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_tokenizer_model("no_vocab")
-    for key, tensor in _tensors(model):
+    rotated = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads}
+    for key, tensor in _stacked(_tensors(model)):
         inner = key.removesuffix(".weight")
         prefix = ""
         if inner.startswith("model.layers."):
             _, _, layer, inner = inner.split(".", 3)
             prefix = f"blk.{layer}."
-        if inner == "self_attn.q_proj":
-            tensor = _interleaved(tensor, heads)
-        elif inner == "self_attn.k_proj":
-            tensor = _interleaved(tensor, kv_heads)
-        if tensor.ndim > 1 and name != "F32":
+        if inner in rotated and config["model_type"] in _ROTATES_NEIGHBOURS:
+            tensor = _interleaved(tensor, rotated[inner])
+        if tensor.ndim > 1 and name != "F32" and inner != "mlp.gate":
             tensor = gguf.quants.quantize(tensor, kind)
             writer.add_tensor(f"{prefix}{_NAMES[inner]}.weight", tensor, raw_dtype=kind)
         else:
@@ -147,6 +160,20 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _stacked(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """The same, with all experts of a layer in one tensor."""
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors:
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert:
+            number, matrix = after.split(".", 1)
+            experts.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = tensor
+        else:
+            yield name, tensor
+    for name, each in experts.items():
+        yield name, np.stack([each[number] for number in sorted(each)])
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, np.ndarray]]:

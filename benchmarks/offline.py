@@ -8,7 +8,8 @@ Each engine has its own process. They alternate, repetition by repetition, while
 idle; compare the ratios. Prompts are random token ids, new ones in each repetition, so prefix
 caches do not help. Decoding is greedy and ignores the end of sequence. Without --model, a Llama of
 0.35 billion random parameters is made in a temporary folder, or, with --shape experts, a Qwen3-MoE
-of 1.0 billion, of whose experts a token uses an eighth.
+of 1.0 billion, of whose experts a token uses an eighth, or, with --shape recurrent, a Qwen3.5 of
+0.43 billion.
 
 A scenario 512x1000x1000 is the number of requests, tokens of a prompt and tokens of an answer; all
 requests start at once. With the device's --ceilings, the output has the share of the serial model
@@ -49,7 +50,7 @@ def main() -> None:
     side_by_side.add_arguments(parser)
     floors.add_argument(parser)
     parser.add_argument("--scenarios", default="s1,s16,mix")
-    parser.add_argument("--shape", choices=SHAPES, default="dense", help="without --model")
+    side_by_side.add_shape_argument(parser)
     args = parser.parse_args()
     family, shape = SHAPES[args.shape]
     with side_by_side.checkpoint(args.model, args.dtype, family, **shape) as model:

@@ -52,7 +52,34 @@ SHAPE_EXPERTS: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-SHAPES = {"dense": ("llama", SHAPE_350M), "experts": ("qwen3_moe", SHAPE_EXPERTS)}
+# A Qwen3.5 of 0.43 billion parameters: of each four layers three are recurrent.
+SHAPE_RECURRENT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "dense": ("llama", SHAPE_350M),
+    "experts": ("qwen3_moe", SHAPE_EXPERTS),
+    "recurrent": ("qwen3_5", SHAPE_RECURRENT),
+}
 MAX_NUM_SEQS = 64
 PEER_BATCH = 16  # size of static batches for transformers' generate
 
@@ -346,6 +373,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repetitions", type=int, default=3)
     add_out_argument(parser)
+
+
+def add_shape_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, default="dense", help="without --model")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Import here without looking for garbage. What modules define stays, and to look through all
-    of it again and again takes up to a sixth of the time."""
+    """Import here without looking for garbage. What modules define stays, so the collector would
+    look through it again and again and find nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

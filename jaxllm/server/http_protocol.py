@@ -4,6 +4,10 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+# Seconds that an idle connection is kept. Clients keep theirs for 5 s. If the server closed them
+# then, too, a request that comes after 5 s could meet a connection that is being closed.
+KEEP_IDLE_S = 60
+
 
 def limited_protocol(max_header_bytes: int, timeout_s: float) -> type[HttpToolsProtocol]:
     """Make a protocol that closes connections whose heads are too long or take too long."""

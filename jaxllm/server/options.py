@@ -152,7 +152,7 @@ class ServerOptions(ParserOptions):
     client_timeout: float = option(
         60.0,
         "Seconds that a client has to send its headers, to send its body, or to take the next "
-        "piece of an answer, and that an idle connection is kept.",
+        "piece of an answer.",
     )
     sse_keep_alive_interval: float = option(
         0.0,

@@ -32,7 +32,7 @@ from jaxllm.openai.errors import UnavailableError
 from jaxllm.server.disconnect import while_connected
 from jaxllm.server.errors import Disconnected, HTTPError, error_response
 from jaxllm.server.hosts import KnownHosts
-from jaxllm.server.http_protocol import limited_protocol
+from jaxllm.server.http_protocol import KEEP_IDLE_S, limited_protocol
 from jaxllm.server.route_options import RouteOptions
 
 logger = init_logger(__name__)
@@ -320,6 +320,7 @@ def run_router(options: RouteOptions) -> None:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=KEEP_IDLE_S,
     )
 
 

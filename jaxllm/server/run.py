@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import math
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ from jaxllm.server.batch_runner import run_batches
 from jaxllm.server.endpoints import ENDPOINTS
 from jaxllm.server.frontends import Frontends
 from jaxllm.server.hosts import is_loopback
-from jaxllm.server.http_protocol import limited_protocol
+from jaxllm.server.http_protocol import KEEP_IDLE_S, limited_protocol
 from jaxllm.server.options import ServerOptions
 from jaxllm.server.peers import Peers
 from jaxllm.server.service import Service
@@ -138,9 +137,7 @@ class Server(uvicorn.Server):
                 access_log=options.access_log,
                 server_header=False,
                 proxy_headers=False,
-                # Clients keep idle connections for 5 s, as uvicorn does by default. Whoever comes
-                # after just that time would find a connection that is being closed.
-                timeout_keep_alive=math.ceil(options.client_timeout),
+                timeout_keep_alive=KEEP_IDLE_S,
                 timeout_graceful_shutdown=int(options.shutdown_timeout + _LAST_WORDS_S) + 1,
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,

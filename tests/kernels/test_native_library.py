@@ -57,6 +57,7 @@ def test_it_is_built_once_and_only_for_its_owner(tmp_path, library, monkeypatch)
         ([(4, 8)], "float32", (4, 1), {"of_squares": True}, True),
         ([(4, 8)], "float32", (4,), {"of_squares": 2.0}, True),
         ([(4, 8)], "float32", (4,), {"squares": True}, True),
+        ([(4, 8)], "float32", (4,), {"of_squares": True, "more": 1.0}, True),
     ],
 )
 def test_a_call_that_is_not_the_functions_is_refused(

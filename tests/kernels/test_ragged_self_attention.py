@@ -58,3 +58,33 @@ def test_native_rows_have_the_same_bits_alone_and_among_others(native, num_kv_he
             *(x[first:end] for x in (q, k, v)), jnp.asarray([0, end - first]), config=config
         )
         np.testing.assert_array_equal(crowd[first:end], alone)
+
+
+@pytest.mark.parametrize("reach", [None, 1])
+def test_what_is_no_number_stays_none_and_in_its_row(native, reach):
+    random = np.random.default_rng(6)
+    q, k, v = (jnp.asarray(random.normal(size=(9, 2, 16)), jnp.float32) for _ in range(3))
+    starts, config = jnp.asarray([0, 5, 9]), SelfAttentionConfig(scale=1.0, reach=reach)
+    attend = jax.jit(native, static_argnames="config")
+    expected = np.asarray(attend(q, k, v, starts, config=config))
+    that_see_it = [0, 1, 2, 3, 4] if reach is None else [1, 2, 3]
+    for heads, spoilt in (
+        ((q.at[2, 0].set(jnp.nan), k, v), [2]),
+        ((q, k, v.at[2, 0].set(jnp.nan)), that_see_it),
+    ):
+        out = np.asarray(attend(*heads, starts, config=config))
+        assert np.isnan(out[spoilt, 0]).all()
+        np.testing.assert_array_equal(out[5:], expected[5:])
+        np.testing.assert_array_equal(out[:, 1], expected[:, 1])
+
+
+def test_what_is_not_there_is_not_attended_to(native):
+    q = jnp.ones((4, 2, 16))
+    attend = jax.jit(native, static_argnames="config")
+    config = SelfAttentionConfig(scale=1.0)
+    for operands, starts in (
+        ((q, q, q[:1]), [0, 4]), ((q, q[:3], q), [0, 4]), ((q, q, q), [1, 4]), ((q, q, q), [0, 5]),
+        ((q, q, q), [0, 3, 2]),
+    ):  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit|not within the batch"):
+            attend(*operands, jnp.asarray(starts), config=config)

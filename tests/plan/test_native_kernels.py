@@ -59,6 +59,16 @@ def test_tokens_are_chosen_by_our_own_code_but_for_users_processors(plan):
 
 
 @needs_compiler
+def test_the_patches_of_images_see_each_other_by_our_own_code(tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3_5", sees_images=True)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22}
+    for native_kernels, name in ((True, "native"), (False, "xla")):
+        config = EngineConfig.create(str(model), native_kernels=native_kernels, **options)
+        images = make_plan(config).images
+        assert images is not None and images.ops.self_attention.name == name
+
+
+@needs_compiler
 def test_the_summary_says_what_codes_of_4_bits_would_bring(plan):
     made, coded = plan(), plan(quantization="int4")
     told = bytes_as_int4(made)

@@ -1,12 +1,15 @@
 """Encoders that pool: equal to transformers, alone and in a crowd, and with pairs of texts."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxllm import LLM, ValidationError
+from jaxllm.config import EngineConfig
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import VOCAB_SIZE
 from tests.pooling.models import describe, unit
 from tests.profile import TINY
@@ -67,6 +70,16 @@ def write(path, name):
 def run(model, ids, **more):
     with torch.no_grad():
         return model(torch.tensor([ids]), **more)
+
+
+def test_texts_are_attended_to_by_our_own_code(tmp_path):
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler is here")
+    write(tmp_path, "bert")
+    for native_kernels, name in ((True, "native"), (False, "xla")):
+        config = EngineConfig.create(str(tmp_path), native_kernels=native_kernels, **WHOLE)
+        ops = make_plan(config).state_ops
+        assert ops is not None and ops.self_attention.name == name
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert"])

@@ -48,17 +48,17 @@ async def ten_times_too_many(ask, port):
 @pytest.fixture
 def overtaken(monkeypatch):
     """Of each answer, how many others ended between its being let in and its end."""
-    found, admit = [], Admission.answers
+    numbers, admit = [], Admission.answers
 
     @contextlib.contextmanager
     def counted(self, num):
         with admit(self, num):
-            then = len(found)
+            then = len(numbers)
             yield
-        found.append(len(found) - then)
+        numbers.append(len(numbers) - then)
 
     monkeypatch.setattr(Admission, "answers", counted)
-    return found
+    return numbers
 
 
 def test_who_is_let_in_does_not_wait_for_all_who_come(host, limited, ask, overtaken):
@@ -87,11 +87,9 @@ def test_who_is_not_let_in_hears_it_at_once(host, limited, ask):
         while host.engine.num_unfinished < LIMIT:
             await asyncio.sleep(0.01)
         refused = await asyncio.gather(*(ask(limited.port, SHORT) for _ in range(10 * LIMIT)))
-        num_ended = sum(one.done() for one in held)
         for one in held:
             one.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        assert num_ended == 0
         return [(one.status, await one.rest()) for one in refused]
 
     try:

@@ -96,8 +96,7 @@ def test_a_prompt_is_computed_by_one_and_answered_by_another(engines):
         taker.call(taker.engine.reset_prefix_cache())
         with routing([first], [second]) as client:
             # A giver that is slow may have copied no block when it is asked the first time.
-            for path in BODIES:
-                asked(client, path)
+            assert {path: asked(client, path) for path in BODIES} == before
             giver.wait_until_idle()
             taker.call(taker.engine.reset_prefix_cache())
             num_taken = taken(second)

@@ -1,8 +1,8 @@
 // y[r, n] = sum over k of x[r, k] * weight[n, k], in float32, for the rows of decodes and of short
 // prompts. `products.h` has the products of one thread.
 //
-// Rows at the end that repeat the one before, as those do with which steps are padded, cost a copy
-// of its result, and rows of zeros no product at all.
+// Padding is at the end. Rows that repeat the one before cost a copy of its result, and rows of
+// zeros cost no product at all.
 
 #pragma once
 

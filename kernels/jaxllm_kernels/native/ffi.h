@@ -1,8 +1,9 @@
-// How XLA calls a function: its operands, results and attributes become the function's parameters.
+// Turns a call of XLA's into a call of a C++ function: operands, results and attributes become its
+// parameters.
 //
-// XLA has a header for this, too, of 4,000 lines of templates. To compile it takes longer than to
-// compile a kernel, and every part of the library would. This has what the kernels need, on XLA's
-// interface in C.
+// XLA's own header for this has 4,000 lines of templates. Compiling it takes longer than compiling
+// a kernel, in every part of the library. So this file offers what the kernels need, and uses
+// XLA's interface in C.
 
 #pragma once
 
@@ -24,7 +25,7 @@ constexpr DataType PRED = XLA_FFI_DataType_PRED, S8 = XLA_FFI_DataType_S8,
                    U16 = XLA_FFI_DataType_U16, U32 = XLA_FFI_DataType_U32,
                    F32 = XLA_FFI_DataType_F32, BF16 = XLA_FFI_DataType_BF16;
 
-// The type of an element, in C++. That of BF16 has its bits.
+// The C++ type of an element. For BF16 it is the type of its bits.
 template <DataType kType> struct ElementOf;
 template <> struct ElementOf<PRED> { using Type = bool; };
 template <> struct ElementOf<S8> { using Type = int8_t; };
@@ -142,19 +143,19 @@ class ThreadPool {
     args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
     args.ctx = context_;
     args.num_threads = &number;
-    return Succeeds(api_->XLA_FFI_ThreadPool_NumThreads(&args)) ? number : 0;
+    return Succeeds(api_->XLA_FFI_ThreadPool_NumThreads(&args)) && number > 0 ? number : 1;
   }
 
-  // Let a thread call `work`, some time. Without a pool this one does.
+  // Let a thread call `work` later. Without a pool this thread calls it now.
   template <typename Work>
   void Schedule(Work work) {
     XLA_FFI_ThreadPool_Schedule_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
     args.ctx = context_;
     args.task = [](void* data) {
-      auto* its = static_cast<Work*>(data);
-      (*its)();
-      delete its;
+      auto* taken = static_cast<Work*>(data);
+      (*taken)();
+      delete taken;
     };
     args.data = new Work(std::move(work));
     if (!Succeeds(api_->XLA_FFI_ThreadPool_Schedule(&args))) args.task(args.data);
@@ -204,7 +205,7 @@ class Reader {
   // Whether the call has just what was read.
   bool fits() const {
     return fits_ && num_args_ == frame_.args.size && num_results_ == frame_.rets.size &&
-           attribute_ == end_;
+           num_attributes_ == frame_.attrs.size && attribute_ == end_;
   }
 
  private:
@@ -222,6 +223,7 @@ class Reader {
   template <typename Value>
   Value Attribute(DataType type) {
     const char* name = attribute_ == end_ ? "" : *attribute_++;
+    ++num_attributes_;
     const XLA_FFI_Attrs& all = frame_.attrs;
     for (int64_t i = 0; i < all.size; ++i) {
       if (all.names[i]->len != std::strlen(name) ||
@@ -237,7 +239,7 @@ class Reader {
 
   const XLA_FFI_CallFrame& frame_;
   const char *const *attribute_, *const *end_;
-  int64_t num_args_ = 0, num_results_ = 0;
+  int64_t num_args_ = 0, num_results_ = 0, num_attributes_ = 0;
   bool fits_ = true;
 };
 
@@ -247,13 +249,14 @@ XLA_FFI_Error* Call(XLA_FFI_CallFrame* frame, Error (*function)(Parameters...),
                     std::initializer_list<const char*> attributes) {
   // XLA asks for which version of its interface a function was compiled.
   if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    auto* its = reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
-    its->api_version = {};
-    its->api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
-    its->api_version.major_version = XLA_FFI_API_MAJOR;
-    its->api_version.minor_version = XLA_FFI_API_MINOR;
-    its->traits = 0;
-    its->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    auto* metadata =
+        reinterpret_cast<XLA_FFI_Metadata_Extension*>(frame->extension_start)->metadata;
+    metadata->api_version = {};
+    metadata->api_version.struct_size = XLA_FFI_Api_Version_STRUCT_SIZE;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->traits = 0;
+    metadata->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
     return nullptr;
   }
   Reader reader(*frame, attributes);

@@ -82,7 +82,7 @@ _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
 _CONV = _Part("conv", "causal_conv/native.cc", ("jaxllm_conv",))
 _DELTA = _Part("delta", "gated_delta/native.cc", ("jaxllm_delta",), dtypes=("float32",))
 _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
-# Attention to whole texts, of encoders.
+# Attention to whole texts and images, in encoders and towers.
 _SELF_ATTENTION = _Part(
     "self-attention", "ragged_self_attention/native.cc", ("jaxllm_self_attention",)
 )

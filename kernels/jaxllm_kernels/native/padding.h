@@ -1,5 +1,5 @@
-// Rows with which steps are padded, at the end of their operands: zeros, or what the biases of a
-// model make of zeros, which is the same in all of them.
+// Steps are padded with rows at the end of their operands. They are zeros, or what the biases of a
+// model make of zeros, and then they are all alike.
 
 #pragma once
 

@@ -3,10 +3,12 @@
 // A thread takes some queries of a row and all heads that share keys: the lines of a stretch. It
 // lays out a block of keys, and one of values, so that a block of lines multiplies vectors that
 // follow each other, and goes on to the next block. Everything is float32. Blocks begin at the
-// first token that the stretch sees, so that a row has the same bits alone and among others.
+// first token that the stretch sees, so that a row has the same bits alone and among others. Scores
+// that are no numbers make outputs that are none.
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "native/ffi.h"
@@ -18,15 +20,17 @@ namespace {
 
 using namespace jaxllm;
 
-// Lines and vectors whose sums are in registers together, with the vectors and an element.
+// So many lines and vectors have their sums in registers, beside the vectors and an element.
 constexpr int kVectors = 2;
 constexpr int kLines = kNumRegisters == 32 ? 12 : 6;
 constexpr int kWidth = kVectors * kLanes;
 // Lines and keys of a block: its scores, keys and values stay in the L2 cache.
 constexpr int64_t kMostLines = 192;
 constexpr int64_t kMostKeys = 128;
-// Less than any score, and finite, so that the difference of two of them is a number.
-constexpr float kNever = -1e30f;
+// Less than any score, and finite: its difference from itself is a number.
+constexpr float kLeast = -1e30f;
+// The score of what a line does not see. Its weight is zero, whatever the other scores are.
+constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
 inline int64_t RoundUp(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
@@ -119,7 +123,7 @@ class Attention {
     queries_.assign(whole * layer.size, 0.0f);
     scores_.resize(whole * kMostKeys);
     sums_.assign(whole * width_, 0.0f);
-    largest_.assign(num_lines_, kNever);
+    largest_.assign(num_lines_, kLeast);
     totals_.assign(num_lines_, 0.0f);
     for (int64_t line = 0; line < num_lines_; ++line) {
       const int64_t token = stretch.begin + line / layer.group();
@@ -171,12 +175,12 @@ class Attention {
       std::fill_n(scores, columns, 0.0f);
       return;
     }
-    std::fill(scores, scores + first, kNever);
-    std::fill(scores + end, scores + columns, kNever);
-    Floats most = kNever - Floats{};
+    std::fill(scores, scores + first, kUnseen);
+    std::fill(scores + end, scores + columns, kUnseen);
+    Floats most = kLeast - Floats{};
     for (int64_t i = 0; i < columns; i += kLanes) {
-      const Floats some = LoadVector<Floats>(scores + i);
-      most = some > most ? some : most;
+      const Floats scored = LoadVector<Floats>(scores + i);
+      most = scored > most ? scored : most;
     }
     const float largest = std::max(largest_[line], Largest(most));
     if (largest > largest_[line]) {
@@ -230,12 +234,17 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
                   ffi::Buffer<kType, 3> v, ffi::Buffer<ffi::S32, 1> query_starts,
                   ffi::ResultBuffer<kType, 3> out, float scale, int64_t reach) {
   using Element = typename Kind::Element;
-  const auto queries = q.dimensions(), keys = k.dimensions();
+  const auto queries = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
+  const auto outputs = out->dimensions();
   const int32_t* starts = query_starts.typed_data();
   const int64_t num_rows = query_starts.dimensions()[0] - 1;
-  if (queries[0] != keys[0] || queries[2] != keys[2] || queries[1] % keys[1] || num_rows < 0)
+  for (int axis = 0; axis < 3; ++axis)
+    if (values[axis] != keys[axis] || outputs[axis] != queries[axis])
+      return ffi::Error::InvalidArgument("the sizes do not fit");
+  if (queries[0] != keys[0] || queries[2] != keys[2] || keys[1] == 0 || queries[1] % keys[1] ||
+      num_rows < 0)
     return ffi::Error::InvalidArgument("the sizes do not fit");
-  if (!std::is_sorted(starts, starts + num_rows + 1) || starts[0] < 0 ||
+  if (!std::is_sorted(starts, starts + num_rows + 1) || starts[0] != 0 ||
       starts[num_rows] > queries[0])
     return ffi::Error::InvalidArgument("the rows are not within the batch");
   const Layer<Kind> layer{reinterpret_cast<const Element*>(q.untyped_data()),
@@ -254,7 +263,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
     thread_local Attention attention;  // keeps its memory
     attention.Compute(layer, stretches[unit / layer.num_kv_heads], unit % layer.num_kv_heads);
   });
-  // Tokens before the first row do not exist, and those behind the last one are padding.
+  // Tokens behind the last row are padding.
   std::fill(layer.out + layer.query(starts[num_rows], 0), layer.out + layer.query(queries[0], 0),
             Element{});
   return ffi::Error::Success();
