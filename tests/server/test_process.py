@@ -61,6 +61,16 @@ def test_answers_that_take_longer_than_the_server_waits_for_are_ended(host):
     assert rest[-1] == "data: [DONE]" and "the server is stopping" in rest[-2]
 
 
+def test_a_server_that_has_ended_answers_early_has_ended_well(serving):
+    with serving("--shutdown-timeout=0.2") as server:
+        server.wait_until_ready()
+        with server.client.stream("POST", "/v1/completions", json=LONG) as stream:
+            next(stream.iter_lines())
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(300) == 0
+        assert "Traceback" not in server.said()
+
+
 @pytest.mark.parametrize("said", ["", "plan:"])
 def test_sigterm_while_it_starts_ends_all_processes(serving, said):
     with serving("--api-server-count=2") as server:
