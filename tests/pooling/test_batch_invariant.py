@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jaxllm_kernels.ragged_self_attention.native import NativeSelfAttention
 
-from jaxllm import LLM, ValidationError
+from jaxllm import LLM, PoolingParams, ValidationError
 from jaxllm.testing import VOCAB_SIZE, tiny_config
 from tests.profile import TINY
 
@@ -122,13 +122,16 @@ def start(path, name, options):
 
 
 def vectors(llm, prompts):
-    """The bits of the vectors of whole texts, and of all of their tokens, by text."""
+    """The bits of the vectors of whole texts, and of all of their tokens, by text. Scores are taken
+    before they become probabilities, which would hide their last bits."""
+    pooling = llm.llm_engine.info.pooling
+    params = PoolingParams(use_activation=pooling.is_embedding)
     of_tasks = (
         [
             output.outputs.data.tobytes()
-            for output in llm.encode(prompts, pooling_task=task, use_tqdm=False)
+            for output in llm.encode(prompts, params, pooling_task=task, use_tqdm=False)
         ]
-        for task in llm.llm_engine.info.pooling.tasks
+        for task in pooling.tasks
     )
     return list(zip(*of_tasks, strict=True))
 
