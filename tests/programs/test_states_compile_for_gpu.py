@@ -51,6 +51,7 @@ def test_a_decode_step_moves_no_states_of_all_slots(tmp_path):
     program = declared[bucket]
     compiled = program.compile(program.lower())
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    assert hlo is not None and memory is not None
     weights, state, _ = program.arguments
     arrays = jax.tree.leaves((weights, state.caches, state.snapshots))
     assert not whole_array_copies(hlo, arrays)
