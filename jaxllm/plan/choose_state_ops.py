@@ -9,6 +9,7 @@ from jaxllm_kernels.causal_conv.api import ConvOp
 from jaxllm_kernels.causal_conv.native import NativeConv
 from jaxllm_kernels.causal_conv.tpu import TpuConv
 from jaxllm_kernels.causal_conv.xla import XlaConv
+from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
@@ -19,6 +20,7 @@ from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import check_slots
 from jaxllm_kernels.row_sums.api import RowSums
+from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
@@ -71,8 +73,11 @@ def choose_state_ops(
             load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers)
         # Last, since the convolution says how many inputs there are to copy.
         load["copies"] = lambda: _copies_on_tpu(chip, configs, num_shards, ops.conv)
-    elif chip.platform != "cpu":
-        logger.warning("recurrent layers: XLA's loops, since %s has no kernel", chip.name)
+    elif chip.platform == "gpu":
+        if not kinds.isdisjoint(_DELTA):
+            load["delta"] = functools.partial(_delta_on_gpu, chip, mixers)
+        if MambaSpec in kinds:
+            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
@@ -122,6 +127,26 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
             heads = mixer.num_heads // num_shards
             delta.check(heads, heads, mixer.head_size, mixer.head_size)
     return delta
+
+
+def _delta_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicDelta:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    delta = MosaicDelta.tuned_for(chip)
+    for mixer in mixers:
+        if isinstance(mixer, GatedDeltaSpec):
+            delta.check(mixer.key_size, mixer.value_size)
+        elif isinstance(mixer, KimiDeltaSpec):
+            delta.check(mixer.head_size, mixer.head_size)
+    return delta
+
+
+def _ssd_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicSsd:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    ssd = MosaicSsd.tuned_for(chip)
+    for mixer in mixers:
+        if isinstance(mixer, MambaSpec):
+            ssd.check(mixer.head_size, mixer.state_size)
+    return ssd
 
 
 def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:

@@ -1,0 +1,66 @@
+"""How the kernels for GPUs cut the matrices of states, and what they know of a step's rows.
+
+A thread block has a part of a head's matrix, some of its columns or rows, which a warpgroup holds
+in registers. It is nowhere else between its load and its store. Several blocks share a
+multiprocessor. While one of them computes, others load and write.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.recurrent.rows import StateRows
+
+# Adjacent numbers of a matrix that a thread loads at once.
+VECTOR = 4
+WARPS, LANES = 4, 32
+# Lanes below each other, where a part has whole rows. The eight lanes of a row load a whole cache
+# line, and add up their sums in three steps.
+LANE_ROWS = 4
+# Numbers of a part. A thread of a warpgroup holds 64 of them, a quarter of its registers.
+_PART = 64 * WARPS * LANES
+# What is in place of a row's slot if there is nothing to compute.
+SKIP = -1
+
+
+def check_chip(chip: Chip) -> None:
+    """Raise ValueError unless the kernels run on a chip."""
+    if chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9:
+        raise ValueError(f"it runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
+    if why := why_no_mosaic_gpu():
+        raise ValueError(f"it {why}")
+
+
+def columns_of_part(num_rows: int, num_columns: int) -> int:
+    """How many columns of a matrix a part has. Raise ValueError if no parts of whole vectors, which
+    a warpgroup can hold, make up the matrix."""
+    columns = math.gcd(num_columns, VECTOR * LANES)
+    while num_rows * columns > _PART:
+        columns //= 2
+    # The lanes that are not beside each other have rows of their own, as many as all others.
+    if columns < 2 * VECTOR or num_rows % (WARPS * LANES * VECTOR // columns):
+        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+    return columns
+
+
+def rows_of_part(num_rows: int, num_columns: int) -> int:
+    """How many whole rows of a matrix a part has. Raise ValueError if no parts that a warpgroup can
+    hold make up the matrix."""
+    beside = VECTOR * LANES // LANE_ROWS
+    rows = num_rows
+    while rows * num_columns > _PART and rows % 2 == 0:
+        rows //= 2
+    if rows * num_columns > _PART or rows % (WARPS * LANE_ROWS) or num_columns % beside:
+        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+    return rows
+
+
+def places_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> jax.Array:
+    """int32 [R]: twice the slot of a decode, and one more if it begins its request; else SKIP."""
+    slots = rows.slots[:num_rows]
+    is_decode = jnp.arange(num_rows, dtype=jnp.int32) < rows.num_decodes
+    runs = is_decode & (slots >= 0) & (slots < num_slots)
+    return jnp.where(runs, 2 * slots + rows.begins[:num_rows], SKIP).astype(jnp.int32)

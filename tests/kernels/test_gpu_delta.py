@@ -1,0 +1,94 @@
+"""The gated delta rule on GPUs, emulated on a CPU: results, races, and rows that are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.gated_delta.cases import TOLERANCE, Layer, draw, error
+from jaxllm_kernels.gated_delta.gpu import MosaicDelta
+from jaxllm_kernels.gated_delta.xla import XlaDelta
+from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.recurrent.gpu_parts import columns_of_part
+from jaxllm_kernels.recurrent.rows import prepare_rows
+
+no_mosaic = why_no_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
+
+OP = MosaicDelta(at_once=8, interpret=True)
+LAYERS = {
+    "usual": Layer(num_key_heads=1, num_heads=2, key_size=32, value_size=32),
+    # Of three parts.
+    "by channel": Layer(
+        num_key_heads=1, num_heads=1, key_size=64, value_size=48, decays_by_channel=True
+    ),
+    "of two parts": Layer(num_key_heads=2, num_heads=2, key_size=128, value_size=128),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd):
+    yield
+    printed = capfd.readouterr()
+    assert "RACE" not in printed.out + printed.err
+
+
+@needs_mosaic
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [*((name, "usual") for name in CASES), *(("decodes", layer) for layer in LAYERS)],
+)
+def test_cases(name, layer):
+    assert error(OP, name, LAYERS[layer]) < TOLERANCE
+
+
+@needs_mosaic
+@pytest.mark.parametrize("layer", ["usual", "by channel"])
+def test_decodes_alone_change_their_states(layer):
+    """Of four rows the first has no slot, and the last is no decode."""
+    layer, slots, num_slots = LAYERS[layer], (4, 2, 0, 1), 4
+    num_rows = len(slots)
+    random = np.random.default_rng(0)
+    shape = (num_slots, layer.num_heads, layer.key_size, layer.value_size)
+    state = jnp.asarray(random.normal(size=shape), jnp.float32)
+    # The row of this slot begins a request, whatever the slot has.
+    state = state.at[0].set(jnp.nan)
+    operands = [jnp.asarray(x).at[3].set(jnp.nan) for x in draw(layer, random, num_rows)]
+    batch = RaggedBatch(
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        context_lens=jnp.array([9, 9, 1, 9]),
+        block_tables=jnp.zeros((num_rows, 0), jnp.int32),
+        num_decodes=jnp.int32(num_rows - 1),
+        block_size=1,
+        decode_only=True,
+    )
+    rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
+    (out, after), (right, expected) = (
+        jax.jit(op)(*operands, state, rows) for op in (OP, XlaDelta(at_once=8))
+    )
+    np.testing.assert_allclose(out[1:3], right[1:3], atol=1e-5)
+    np.testing.assert_array_equal(out[jnp.array([0, 3])], 0)
+    np.testing.assert_allclose(after, expected, atol=1e-5)
+    np.testing.assert_array_equal(after[jnp.array([1, 3])], state[jnp.array([1, 3])])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(128, 128, 64), (256, 128, 32), (64, 64, 64), (96, 192, 64), (32, 48, 16)],
+)
+def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
+    assert columns_of_part(rows, columns) == expected
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 100), (100, 128), (16, 16), (4096, 128)])
+def test_other_states_are_refused(rows, columns):
+    with pytest.raises(ValueError, match=f"no part of a state of {rows} x {columns}"):
+        MosaicDelta(at_once=1).check(rows, columns)
+
+
+def test_tpus_are_refused():
+    with pytest.raises(ValueError, match="it runs on Hopper GPUs .* not on v6e"):
+        MosaicDelta.tuned_for(CHIPS["v6e"])
