@@ -2,6 +2,7 @@
 a machine without a GPU. A state passes the registers once, and no array of states is copied."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.topology import topology_devices
 
 from tests.kernels.sass import Kernels, why_no_assembler
@@ -53,7 +55,7 @@ def compile_op(op, operands, state, *, decode_only=True):
         return op(*operands, state, rows)
 
     counts = (array(shape, jnp.int32) for shape in ((NUM_ROWS,), (NUM_ROWS + 1,), (NUM_ROWS,), ()))
-    traced = jax.jit(run, donate_argnums=1).trace(
+    traced: Any = jax.jit(run, donate_argnums=1).trace(
         [array(*operand) for operand in operands], array(state), *counts
     )
     options = dict(CHIP.compiler_options)
@@ -126,3 +128,33 @@ def test_decodes_of_the_delta_rule_beside_tiles(compile_printing):
     assert memory.alias_size_in_bytes == 4 * np.prod(state)
     made = re.findall(r"= f32\[96,32,128,128\]\S* ([\w-]+)\(", compiled.as_text())
     assert not {"copy", "copy-start", "gather", "scatter"} & set(made)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_heads", "head_size", "state_size"),
+    [
+        (8, 64, 64, 128),  # Nemotron 3 Nano
+        pytest.param(1, 128, 64, 128, marks=pytest.mark.sweep),  # Granite 4.0 H Small
+        pytest.param(1, 24, 64, 256, marks=pytest.mark.sweep),
+        pytest.param(2, 4, 128, 128, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_decode_of_mamba2(compile_printing, num_groups, num_heads, head_size, state_size):
+    of_states = (NUM_ROWS, num_groups, state_size), jnp.bfloat16
+    operands = (
+        ((NUM_ROWS, num_heads, head_size), jnp.bfloat16),
+        of_states,
+        of_states,
+        ((NUM_ROWS, num_heads),),
+        ((num_heads,),),
+    )
+    state = (NUM_SLOTS, num_heads, head_size, state_size)
+    op = MosaicSsd.tuned_for(CHIP)
+    op.check(head_size, state_size)
+    compiled, log = compile_printing(lambda: compile_op(op, operands, state))
+    code = assert_good_code(compiled, log, "ssd_decode")
+    assert_in_place(compiled, state)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * np.prod(state[1:])
+    # All of a state at once; columns are in 16 bits, and inputs and outputs are single numbers.
+    assert len(re.findall(r"\bLDG?\.E\.128\b", code)) == VECTORS
+    assert len(re.findall(r"\bSTG?\.E\.128\b", code)) == VECTORS

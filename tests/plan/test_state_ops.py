@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
+from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ssd.gpu import MosaicSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -41,16 +43,28 @@ def ops_for(chip, folder, family, **sizes):
 def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     ops = ops_for(H200, tmp_path, "qwen3_5", **sizes)
-    assert (ops.conv.name, ops.delta.name, ops.delta.at_once) == ("xla", "mosaic_sm90", 32)
+    assert ops.conv.name == "xla"
+    assert ops.delta == MosaicDelta(at_once=32)
     assert str(ops) == "'xla' and 'mosaic_sm90'"
     assert "of recurrent layers" not in caplog.text
 
 
 @needs_mosaic
-def test_sizes_without_a_gpu_kernel_are_said(tmp_path, caplog):
-    assert ops_for(H200, tmp_path, "qwen3_5").delta.name == "xla"
-    expected = "delta of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
-    assert f"{expected} of 16 x 24" in caplog.text
+def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
+    sizes = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size": 128}
+    ops = ops_for(H200, tmp_path, "mamba2", **sizes)
+    assert ops.ssd == MosaicSsd(at_once=32)
+    assert "of recurrent layers" not in caplog.text
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("family", "op", "size"), [("qwen3_5", "delta", "16 x 24"), ("mamba2", "ssd", "16 x 24")]
+)
+def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog):
+    assert getattr(ops_for(H200, tmp_path, family), op).name == "xla"
+    expected = f"{op} of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
+    assert f"{expected} of {size}" in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):

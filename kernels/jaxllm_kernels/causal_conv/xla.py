@@ -34,7 +34,9 @@ class XlaConv:
         *,
         activation: Activation | None,
     ) -> tuple[jax.Array, jax.Array]:
-        before = _before(state, rows)
+        # Read once. Otherwise XLA for GPUs reads the states again for each part of the outputs, and
+        # copies those of all slots, since some of these reads come after the update.
+        before = jax.lax.optimization_barrier(_before(state, rows))
         y, last = convolve(x, weight, bias, before, rows, activation=activation)
         return y, state.at[rows.slots].set(last, mode="drop")
 

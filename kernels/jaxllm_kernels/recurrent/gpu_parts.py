@@ -1,8 +1,8 @@
 """How the kernels for GPUs cut the matrices of states, and what they know of a step's rows.
 
-A thread block has a part of a head's matrix: some of its columns, which a warpgroup holds in
-registers. It is nowhere else between its load and its store. Several blocks share a multiprocessor.
-While one of them computes, others load and write.
+A thread block has a part of a head's matrix, some of its columns or rows, which a warpgroup holds
+in registers. It is nowhere else between its load and its store. Several blocks share a
+multiprocessor. While one of them computes, others load and write.
 """
 
 import math
@@ -17,6 +17,9 @@ from jaxllm_kernels.recurrent.rows import StateRows
 # Adjacent numbers of a matrix that a thread loads at once.
 VECTOR = 4
 WARPS, LANES = 4, 32
+# Lanes below each other, where a part has whole rows. The eight lanes of a row load a whole cache
+# line, and add up their sums in three steps.
+LANE_ROWS = 4
 # Numbers of a part. A thread of a warpgroup holds 64 of them, a quarter of its registers.
 _PART = 64 * WARPS * LANES
 # What is in place of a row's slot if there is nothing to compute.
@@ -41,6 +44,18 @@ def columns_of_part(num_rows: int, num_columns: int) -> int:
     if columns < 2 * VECTOR or num_rows % (WARPS * LANES * VECTOR // columns):
         raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
     return columns
+
+
+def rows_of_part(num_rows: int, num_columns: int) -> int:
+    """How many whole rows of a matrix a part has. Raise ValueError if no parts that a warpgroup can
+    hold make up the matrix."""
+    beside = VECTOR * LANES // LANE_ROWS
+    rows = num_rows
+    while rows * num_columns > _PART and rows % 2 == 0:
+        rows //= 2
+    if rows * num_columns > _PART or rows % (WARPS * LANE_ROWS) or num_columns % beside:
+        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+    return rows
 
 
 def places_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> jax.Array:
