@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxllm.layers.activation import ACTIVATIONS
+from jaxllm.layers.linear import Product
 from jaxllm.layers.norm import Norm, NormSpec
 
 
@@ -41,7 +42,7 @@ class HeadNormSpec:
         return self.norm.make(in_size, dtype=dtype)
 
 
-class Dense(nnx.Module):
+class Dense(Product):
     """y = activation(x W^T + b), of f32 [n, in]."""
 
     def __init__(self, spec: DenseSpec, in_size: int, *, dtype: DTypeLike):
@@ -52,8 +53,7 @@ class Dense(nnx.Module):
         self.bias = nnx.Param(bias, axes=(None,)) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...].astype(jnp.float32)
-        y = jnp.matmul(x, weight.T, precision=jax.lax.Precision.HIGHEST)
+        y = self.matmul(x, self.weight[...].astype(jnp.float32))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y if self.activation is None else ACTIVATIONS[self.activation](y)

@@ -29,6 +29,11 @@ class PoolingHeadSpec:
         """Whether the language model head is what it reads."""
         return self.tokens is not None or bool(self.logits)
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it has products, which are of float32 whatever the model's type is."""
+        return self.reads_logits or any(isinstance(layer, DenseSpec) for layer in self.layers)
+
     def size(self, hidden_size: int) -> int:
         """How many numbers there are for a prompt."""
         if self.tokens is not None:
@@ -79,7 +84,7 @@ class PoolingHead(nnx.Module):
             rows = lm_head(tokens).astype(jnp.float32)
             if self.spec.tokens is not None:
                 rows = rows[:1] - rows[1:]
-            found = jnp.matmul(pooled, rows.T, precision=jax.lax.Precision.HIGHEST)
+            found = lm_head.matmul(pooled, rows)
             if self.spec.logits and lm_head.bias is not None:
                 found = found + lm_head.bias[...][tokens].astype(jnp.float32)
             return found

@@ -15,6 +15,7 @@ from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.head_products.native import NativeHeadProducts
 from jaxllm_kernels.mla.native import NativeLatentBackend
 from jaxllm_kernels.ragged_paged_attention.native import NativeBackend
+from jaxllm_kernels.ragged_self_attention.native import NativeSelfAttention
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import refused
@@ -22,6 +23,7 @@ from jaxllm.layers.gated_delta import GatedDeltaSpec
 from jaxllm.layers.kimi_delta import KimiDeltaSpec
 from jaxllm.layers.mamba import MambaSpec
 from jaxllm.layers.moe import Experts
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.quantization.linear import CodedExperts, CodedHead, CodedLinear
@@ -63,8 +65,6 @@ def _refuse(why: str) -> NoReturn:
 def _why_not(plan: EnginePlan) -> str | None:
     if plan.chip.platform != "cpu":
         return f"CPUs alone keep it; on {plan.chip.name} the batch decides how sums are cut"
-    if plan.pooling is not None:
-        return "models that pool do not keep it; leave it out"
     if plan.images is not None:
         return "models with images do not keep it; leave it out"
     if ModelRegistry.has_own_class(plan.architecture.name):
@@ -87,6 +87,12 @@ def _states(plan: EnginePlan) -> str | None:
     if (ops := plan.state_ops) is None:
         return None
     mixers = {type(mixer) for layer in plan.architecture.layers for mixer in layer.mixers}
+    if mixers == {SelfAttentionSpec}:
+        if isinstance(ops.self_attention, NativeSelfAttention):
+            return None
+        return (
+            f"self-attention keeps it with our own kernel, and this is {ops.self_attention.name!r}"
+        )
     if MambaSpec in mixers:
         return "the state spaces of Mamba are computed in tiles, which do not keep it"
     if plan.dtype != jnp.float32:

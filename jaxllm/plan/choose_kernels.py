@@ -1,10 +1,11 @@
 """Chooses the kernels for a chip, once per engine. A fallback is always logged."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flax import nnx
 from jaxllm_kernels.add_norm.api import AddNorm
 from jaxllm_kernels.add_norm.gpu import GpuAddNorm
 from jaxllm_kernels.compat import why_no_mosaic_gpu
@@ -47,7 +48,9 @@ from jaxllm.config import DEFAULT_COMPILATION_CACHE_DIR, EngineConfig
 from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.layers.context import MixerBackend, MixerConfig
 from jaxllm.layers.moe import MoESpec
+from jaxllm.layers.router import Router
 from jaxllm.logging import init_logger
+from jaxllm.models.pooling_head import PoolingHead
 from jaxllm.models.specs import Architecture
 from jaxllm.quantization.products import Products
 from jaxllm.sampling.layout import HOPPER, LAYOUTS, Layout, with_op, with_row_sums
@@ -74,12 +77,9 @@ def load_native_kernels(
         return NoLibrary("native_kernels is off")
     directory = config.compilation.compilation_cache_dir or DEFAULT_COMPILATION_CACHE_DIR
     kv_dtypes = () if kv_dtype is None else (kv_dtype,)
-    dtypes = (dtype.name,)
-    if config.model.batch_invariant and dtype.name in native.DTYPES:
-        dtypes = native.DTYPES  # sums are of float32
     library = native.load(
         Path(directory).expanduser() / "native",
-        dtypes,
+        (dtype.name,),
         kv_dtypes,
         with_sampler=_samples_natively(config, num_shards, samples=samples),
     )
@@ -88,11 +88,29 @@ def load_native_kernels(
     return library
 
 
-def choose_matmul(library: Library | NoLibrary, num_shards: int, *, is_invariant: bool) -> Matmul:
-    """The native product, if available. XLA cannot shard it over devices."""
+def choose_matmul(
+    library: Library | NoLibrary, models: Iterable[Any], num_shards: int, *, is_invariant: bool
+) -> Matmul:
+    """The native product, if available. XLA cannot shard it over devices. `models` are the abstract
+    models of all stages."""
     if isinstance(library, NoLibrary) or num_shards > 1:
         return XLA
-    return NativeMatmul(library, computes_all=is_invariant)
+    if not is_invariant:
+        return NativeMatmul(library)
+    try:
+        return NativeMatmul.load(library, with_float32=any(map(_multiplies_float32, models)))
+    except ValueError as error:
+        raise refused("batch_invariant", True, f"products need our own kernel: {error}") from error
+
+
+def _multiplies_float32(model: Any) -> bool:
+    """Whether there are products of float32, whatever the model's type is."""
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, PoolingHead) and module.spec.multiplies:
+            return True
+        if isinstance(module, Router) and module.spec.in_float32:
+            return True
+    return False
 
 
 def choose_head_products(

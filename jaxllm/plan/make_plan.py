@@ -218,7 +218,7 @@ def make_plan(
     state_ops = choose_state_ops(
         chip, library, architecture, in_parts, dtype, row_sums, num_shards, is_encoder=is_encoder
     )
-    matmul = choose_matmul(library, num_shards, is_invariant=is_invariant)
+    matmul = choose_matmul(library, in_parts, num_shards, is_invariant=is_invariant)
     buckets = make_ladder(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -52,15 +52,14 @@ def pool_rows(
         kept = jnp.where(begins, here, before)
         pooled = kept
     else:
-        # Tokens of padding belong to no row. A row's sum does not depend on other rows.
+        # Tokens of padding belong to no row. A row's sum goes on from that of the step before, so
+        # that it has the same bits however the prompt is cut.
         is_real = jnp.arange(len(hidden)) < query_starts[-1]
-        here = jax.ops.segment_sum(
-            hidden.astype(jnp.float32),
-            jnp.where(is_real, token_rows, num_rows),
-            num_segments=num_rows,
-            indices_are_sorted=True,
+        kept = (
+            jnp.where(begins, 0.0, before)
+            .at[jnp.where(is_real, token_rows, num_rows)]
+            .add(hidden.astype(jnp.float32), mode="drop", indices_are_sorted=True)
         )
-        kept = here + jnp.where(begins, 0.0, before)
         pooled = kept / jnp.maximum(context_lens, 1)[:, None]
     sums = sums.at[slots].set(kept, mode="drop")
     return PooledRows(model.project(pooled), sums)

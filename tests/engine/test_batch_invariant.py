@@ -130,7 +130,6 @@ def test_the_summary_says_so(tmp_path):
         ("lfm2", {"dtype": "bfloat16"}, "dtype='float32'"),
         # Of 64 inputs, which are no whole chunk.
         ("llama", {"quantization": "int4"}, "'xla', and 'native' ones"),
-        ("llama", {"runner": "pooling"}, "pool"),
     ],
 )
 def test_what_does_not_keep_it_is_refused_by_name(tmp_path, family, options, message):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.dense.native import NativeMatmul
+from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.sampler.native import NativeSampler
 
 from jaxllm import LLM, LogitsProcessor, SamplingParams
@@ -40,6 +41,35 @@ def test_they_run_where_nobody_asks_for_others(plan):
     assert plan(attention_backend="native").attention == made.attention
     asked_for_xla = plan(attention_backend="xla")
     assert asked_for_xla.attention.name == "xla" and asked_for_xla.matmul == made.matmul
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("family", "options", "parts"),
+    [
+        ("qwen3", {}, {"sampler-float32"}),
+        # Its routers multiply in float32.
+        ("ernie4_5_moe", {}, {"sampler-float32", "experts-bfloat16", "dense-float32"}),
+        ("qwen3", {"runner": "pooling"}, set()),
+        # The layers behind the pooling multiply in float32.
+        ("qwen3", {"runner": "pooling", "convert": "classify"}, {"dense-float32"}),
+    ],
+)
+def test_with_fixed_orders_no_more_is_built_than_runs(
+    tmp_path, monkeypatch, family, options, parts
+):
+    asked = set()
+
+    def load(library, part):
+        asked.update(f"{part.name}-{dtype}" for dtype in library._dtypes_of(part))
+
+    monkeypatch.setattr(Library, "_load", load)
+    monkeypatch.setattr(Library, "_build", lambda library, parts: None)
+    model = str(make_tiny_checkpoint(tmp_path, family, head_dim=32))
+    fixed = {"dtype": "bfloat16", "batch_invariant": True, "kv_cache_memory_bytes": 1 << 22}
+    make_plan(EngineConfig.create(model, **fixed, **options))
+    base = {f"{part}-bfloat16" for part in ("dense", "attention", "row-sums")}
+    assert asked == base | {"row-sums-float32"} | parts
 
 
 class Halves(LogitsProcessor):

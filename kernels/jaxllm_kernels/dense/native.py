@@ -30,12 +30,22 @@ class NativeMatmul:
     # Whether the kernel computes every product, also where XLA's is faster: the order of its sums
     # is fixed, and that of XLA's depends on the number of rows.
     computes_all: bool = False
+    # Whether it multiplies float32, too, if that is not one of the library's types.
+    with_float32: bool = False
+
+    @classmethod
+    def load(cls, library: Library, *, with_float32: bool) -> "NativeMatmul":
+        """Load what computes all products; raise ValueError, which says why, if it cannot be
+        built."""
+        if with_float32:
+            library.add_products("float32")
+        return cls(library, computes_all=True, with_float32=with_float32)
 
     def max_rows(self, dtype: DTypeLike) -> int:
         """The largest number of rows for the native kernel. It skips padding at the end: zeros, or
         rows that repeat the one before."""
         name = jnp.dtype(dtype).name
-        if name not in self.library.dtypes:
+        if name not in self.library.dtypes and not (self.with_float32 and name == "float32"):
             return 0
         if self.computes_all:
             return sys.maxsize

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -46,6 +46,7 @@ class _Part:
     functions: tuple[str, ...]
     define: str | None = None
     dtypes: tuple[str, ...] | None = None  # default: those of the library
+    also: tuple[str, ...] = ()  # beside those of the library
 
 
 _DENSE = _Part("dense", "dense/native.cc", ("jaxllm_dense",))
@@ -86,8 +87,8 @@ _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))
 _SELF_ATTENTION = _Part(
     "self-attention", "ragged_self_attention/native.cc", ("jaxllm_self_attention",)
 )
-# Sums in a fixed order.
-_ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",))
+# Sums in a fixed order. Much of what is added up is float32 in every model.
+_ROW_SUMS = _Part("row-sums", "row_sums/native.cc", ("jaxllm_row_sums",), also=("float32",))
 # The choice of tokens, whose logits are float32.
 _SAMPLER = _Part(
     "sampler",
@@ -169,6 +170,11 @@ class Library:
         """Load the low-rank products. Raises ValueError, which says why, if there are none."""
         self._add(_LOW_RANK)
 
+    def add_products(self, dtype: str) -> None:
+        """Load the dense products of another dtype. Raises ValueError, which says why, if there are
+        none."""
+        self._add(replace(_DENSE, dtypes=(dtype,)))
+
     def add_row_sums(self) -> None:
         """Load the sums in a fixed order. Raises ValueError, which says why, if there are none."""
         self._add(_ROW_SUMS)
@@ -194,7 +200,7 @@ class Library:
     def _load(self, part: _Part) -> None:
         """Load a part. Build it first unless the directory has it."""
         self._build([part])
-        for dtype in part.dtypes or self.dtypes:
+        for dtype in self._dtypes_of(part):
             path = self._path(part, dtype)
             _check_ours(path)
             if path.name in _registered:  # once per process, independent of its directory
@@ -210,12 +216,15 @@ class Library:
         missing = [
             (part, dtype)
             for part in parts
-            for dtype in part.dtypes or self.dtypes
+            for dtype in self._dtypes_of(part)
             if not self._path(part, dtype).exists()
         ]
         if missing:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda one: self._compile(*one), missing))
+
+    def _dtypes_of(self, part: _Part) -> Iterable[str]:
+        return dict.fromkeys((*(part.dtypes or self.dtypes), *part.also))
 
     def _path(self, part: _Part, dtype: str) -> Path:
         return self._directory / f"{part.name}-{dtype}-{self.build}.so"

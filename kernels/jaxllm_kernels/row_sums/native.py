@@ -28,7 +28,7 @@ class NativeRowSums:
         return self._call(x, of_squares=True)
 
     def _call(self, x: jax.Array, *, of_squares: bool) -> jax.Array:
-        if x.dtype.name not in self.library.dtypes:
+        if x.dtype.name not in self.library.dtypes:  # there is always one for float32
             x = x.astype(jnp.float32)
         num_rows = math.prod(x.shape[:-1])
         sums = jax.ffi.ffi_call(
