@@ -54,7 +54,7 @@ def shapes(op: str, tokens: int) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("op", choices=["delta", "ssd", "conv"])
     parser.add_argument("--by", choices=["xla", "mosaic_sm90"], default="xla")
     parser.add_argument("--tokens", type=int, default=NUM_ROWS)
@@ -86,6 +86,7 @@ def main() -> None:
         [array(*one) for one in operands], array(*state), *counts
     )
     options = dict((*CHIP.compiler_options, *CHIP.step_options(args.tokens)))
+    launches: list[Launch] = []
     with tempfile.TemporaryDirectory() as folder:
         lowered = traced.lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({**options, "xla_dump_to": folder})

@@ -100,7 +100,7 @@ class Ranks:
         for rank in range(nnodes):
             its = options | {"nnodes": nnodes, "node_rank": rank, "master_port": port}
             if env_of is not None:
-                env |= env_of(rank)
+                env |= env_of(rank, nnodes)
                 its = options | {"nnodes": "auto"}
             its |= (differing or {}) if rank else {}
             command = [sys.executable, "-c", script, json.dumps(its), json.dumps(requests), then]
@@ -185,23 +185,30 @@ def assert_answered(ends, expected):
         assert (status, lines) == (0, []), err
 
 
-def slurm(rank):
-    """What SLURM tells a task of a job of four."""
+def slurm(rank, nnodes):
+    """What SLURM tells a task of a job."""
     return {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS": str(nnodes),
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
     }
 
 
 @pytest.mark.slow
-def test_ranks_meet_by_what_their_environment_says(options, expected):
-    """And each of two replicas is over two hosts, with two devices each, more than kv heads. Rank 0
-    has no part in one of them."""
-    options = options | {"data_parallel_size": 2}
-    with Ranks(options, REQUESTS, nnodes=4, devices=2, env_of=slurm) as ranks:
+@pytest.mark.parametrize(
+    ("nnodes", "data"),
+    [
+        (2, 1),
+        # Two replicas, each over two hosts. Rank 0 has no part in one of them.
+        pytest.param(4, 2, marks=pytest.mark.sweep),
+    ],
+)
+def test_ranks_meet_by_what_their_environment_says(nnodes, data, options, expected):
+    """Each with two devices; in all they are more than kv heads."""
+    options = options | {"data_parallel_size": data}
+    with Ranks(options, REQUESTS, nnodes=nnodes, devices=2, env_of=slurm) as ranks:
         assert_answered(ranks.ends(), expected)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.recurrent.gpu_parts import columns_of_part, rows_of_part
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.topology import topology_devices
@@ -28,8 +29,8 @@ NUM_ROWS, NUM_SLOTS = 64, 96
 # With so many registers a thread, three thread blocks share a multiprocessor: while one computes,
 # 64 KiB are on their way.
 MOST_REGISTERS = 168
-# Of a thread: numbers of a part of a state.
-VECTORS = 16
+# Numbers of a part that the threads of a warpgroup load at once.
+AT_ONCE = 4 * 128
 
 
 def compile_op(op, operands, state, *, decode_only=True):
@@ -110,10 +111,12 @@ def test_a_decode_of_the_delta_rule(compile_printing, num_key_heads, num_heads, 
     assert_in_place(compiled, state)
     # XLA's form has the states of 32 rows beside.
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * np.prod(state[1:])
-    # All of a state at once, keys and queries, and decays of channels.
-    assert len(re.findall(r"\bLDG?\.E\.128\b", code)) == VECTORS + 4 * (3 if by_channel else 2)
-    # All of a state, outputs, and outputs of rows that are skipped.
-    assert len(re.findall(r"\bSTG?\.E\.128\b", code)) == VECTORS + 2
+    # A thread's numbers of a state, and of its rows keys, queries, and decays of channels.
+    of_state = size * columns_of_part(size, size) // AT_ONCE
+    of_rows = of_state // 4 * (3 if by_channel else 2)
+    assert len(re.findall(r"\bLDG?\.E\.128\b", code)) == of_state + of_rows
+    # A thread's numbers of a state, outputs, and outputs of rows that are skipped.
+    assert len(re.findall(r"\bSTG?\.E\.128\b", code)) == of_state + 2
 
 
 @pytest.mark.sweep
@@ -155,6 +158,7 @@ def test_a_decode_of_mamba2(compile_printing, num_groups, num_heads, head_size, 
     code = assert_good_code(compiled, log, "ssd_decode")
     assert_in_place(compiled, state)
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * np.prod(state[1:])
-    # All of a state at once; columns are in 16 bits, and inputs and outputs are single numbers.
-    assert len(re.findall(r"\bLDG?\.E\.128\b", code)) == VECTORS
-    assert len(re.findall(r"\bSTG?\.E\.128\b", code)) == VECTORS
+    # A thread's numbers of a state; columns are in 16 bits, and inputs and outputs single numbers.
+    of_state = rows_of_part(head_size, state_size) * state_size // AT_ONCE
+    assert len(re.findall(r"\bLDG?\.E\.128\b", code)) == of_state
+    assert len(re.findall(r"\bSTG?\.E\.128\b", code)) == of_state

@@ -17,13 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
 from jaxllm_kernels.recurrent.scan import Decodes, decodes_at_once, scan_rows
 
-# Tokens of a block of the triangular system. Blocks on the diagonal are inverted row by row.
+# Tokens of a block of the triangular system. Blocks on the diagonal are inverted as a whole.
 _BLOCK = 16
 
 
@@ -138,15 +137,21 @@ def _solve(lower: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _invert(lower: jax.Array) -> jax.Array:
-    """The inverses of 1 + lower for strictly lower triangular matrices [..., B, B]."""
-    unit = jnp.eye(_BLOCK)
+    """The inverses of 1 + lower for strictly lower triangular matrices [..., B, B].
 
-    def add_row(i: jax.Array, inverse: jax.Array) -> jax.Array:
-        row = lax.dynamic_index_in_dim(lower, i, axis=-2, keepdims=False)
-        row = unit[i] - (row[..., None] * inverse).sum(axis=-2)
-        return lax.dynamic_update_index_in_dim(inverse, row, i, axis=-2)
-
-    return lax.fori_loop(0, _BLOCK, add_row, jnp.zeros_like(lower))
+    Of two blocks on the diagonal whose inverses A and C are known, and the block L below the first,
+    the inverse has -C L A there. So blocks double, from single rows on.
+    """
+    places = jnp.arange(_BLOCK)
+    inverse, size = jnp.broadcast_to(jnp.eye(_BLOCK), lower.shape), 1
+    while size < _BLOCK:
+        pairs = places // (2 * size)
+        below = (pairs[:, None] == pairs) & (places[:, None] // size > places // size)
+        between = jnp.where(below, lower, 0)
+        if size > 1:
+            between = _product(_product(inverse, between), inverse)
+        inverse, size = inverse - between, 2 * size
+    return inverse
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
