@@ -22,8 +22,8 @@ def native(any_library):
     return NativeDelta.load(any_library)
 
 
-# As on accelerators, but with fewer decodes at once than a step has.
-BATCHED = XlaDelta(name="batched", at_once=2)
+# As on accelerators, but with fewer decodes and tiles at once than a step has.
+BATCHED = XlaDelta(name="batched", at_once=2, tiles_at_once=2)
 
 
 # Each kind of row is in one of these.
@@ -40,9 +40,9 @@ def test_xla_is_right(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["decodes", "mixed", "rows without tokens", "slots pass on", "drafts"]
+    "name", ["whole", "decodes", "mixed", "rows without tokens", "slots pass on", "drafts"]
 )
-def test_several_decodes_at_once_are_right(name):
+def test_several_decodes_and_tiles_at_once_are_right(name):
     assert error(BATCHED, name, LAYERS["usual"]) < TOLERANCE
 
 

@@ -17,7 +17,7 @@ from jaxllm_kernels.recurrent.rows import prepare_rows
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
-OP = MosaicDelta(at_once=8, interpret=True)
+OP = MosaicDelta(by_xla=XlaDelta(at_once=8, tiles_at_once=2), interpret=True)
 LAYERS = {
     "usual": Layer(num_key_heads=1, num_heads=2, key_size=32, value_size=32),
     # Of three parts.
@@ -86,7 +86,7 @@ def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
 @pytest.mark.parametrize(("rows", "columns"), [(128, 100), (100, 128), (16, 16), (4096, 128)])
 def test_other_states_are_refused(rows, columns):
     with pytest.raises(ValueError, match=f"no part of a state of {rows} x {columns}"):
-        MosaicDelta(at_once=1).check(rows, columns)
+        MosaicDelta(by_xla=XlaDelta()).check(rows, columns)
 
 
 def test_tpus_are_refused():

@@ -17,7 +17,7 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
-OP = MosaicSsd(at_once=8, interpret=True)
+OP = MosaicSsd(by_xla=XlaSsd(at_once=8, tiles_at_once=2), interpret=True)
 LAYERS = {
     "usual": Layer(num_groups=1, num_heads=2, head_size=16, state_size=32),
     "of two parts": Layer(num_groups=2, num_heads=2, head_size=128, state_size=128),
@@ -81,7 +81,7 @@ def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
 @pytest.mark.parametrize(("rows", "columns"), [(64, 100), (40, 128), (8, 128), (16, 1024)])
 def test_other_states_are_refused(rows, columns):
     with pytest.raises(ValueError, match=f"no part of a state of {rows} x {columns}"):
-        MosaicSsd(at_once=1).check(rows, columns)
+        MosaicSsd(by_xla=XlaSsd()).check(rows, columns)
 
 
 def test_tpus_are_refused():

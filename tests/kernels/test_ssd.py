@@ -24,8 +24,8 @@ NATIVE = [
     *((name, "usual") for name in CASES),
     *(("drafts", layer) for layer in LAYERS if layer not in ("usual", "odd sizes")),
 ]
-# As on accelerators, but with fewer decodes at once than a step has.
-BATCHED = XlaSsd(name="batched", at_once=2)
+# As on accelerators, but with fewer decodes and tiles at once than a step has.
+BATCHED = XlaSsd(name="batched", at_once=2, tiles_at_once=2)
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_xla_is_right(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["decodes", "mixed", "rows without tokens", "slots pass on", "drafts"]
+    "name", ["whole", "decodes", "mixed", "rows without tokens", "slots pass on", "drafts"]
 )
-def test_several_decodes_at_once_are_right(name):
+def test_several_decodes_and_tiles_at_once_are_right(name):
     assert error(BATCHED, name, LAYERS["usual"]) < TOLERANCE
 
 

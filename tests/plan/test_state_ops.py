@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.gated_delta.gpu import MosaicDelta
+from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ssd.gpu import MosaicSsd
+from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -44,7 +46,7 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     ops = ops_for(H200, tmp_path, "qwen3_5", **sizes)
     assert ops.conv.name == "xla"
-    assert ops.delta == MosaicDelta(at_once=32)
+    assert ops.delta == MosaicDelta(by_xla=XlaDelta(at_once=32, tiles_at_once=8))
     assert str(ops) == "'xla' and 'mosaic_sm90'"
     assert "of recurrent layers" not in caplog.text
 
@@ -53,7 +55,7 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
 def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
     sizes = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size": 128}
     ops = ops_for(H200, tmp_path, "mamba2", **sizes)
-    assert ops.ssd == MosaicSsd(at_once=32)
+    assert ops.ssd == MosaicSsd(by_xla=XlaSsd(at_once=32, tiles_at_once=8))
     assert "of recurrent layers" not in caplog.text
 
 

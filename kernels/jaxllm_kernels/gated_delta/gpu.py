@@ -10,7 +10,6 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.gpu_parts import check_chip, columns_of_part
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import decodes_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +19,7 @@ class MosaicDelta:
     XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
     """
 
-    # Rows with drafts that XLA computes in an iteration.
-    at_once: int
+    by_xla: XlaDelta  # what computes the other rows
     name: str = "mosaic_sm90"
     # Emulate the kernel on a CPU, with a race detector.
     interpret: bool = False
@@ -30,7 +28,7 @@ class MosaicDelta:
     def tuned_for(cls, chip: Chip) -> "MosaicDelta":
         """The op for a chip; raises ValueError if the kernel does not run on it."""
         check_chip(chip)
-        return cls(at_once=decodes_at_once(chip))
+        return cls(by_xla=XlaDelta().tuned_for(chip))
 
     def check(self, key_size: int, value_size: int) -> None:
         """Raise ValueError if the kernel does not compute heads of these sizes."""
@@ -51,5 +49,4 @@ class MosaicDelta:
 
         interpret = gpu_interpret_params() if self.interpret else False
         decodes = functools.partial(run_decodes, interpret=interpret)
-        by_xla = XlaDelta(at_once=self.at_once)
-        return by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)
+        return self.by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)

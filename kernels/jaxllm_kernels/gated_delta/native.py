@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxllm_kernels.gated_delta.xla import advance_tile
+from jaxllm_kernels.gated_delta.xla import CHUNK
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.recurrent.native import advance_rows
 from jaxllm_kernels.recurrent.rows import StateRows
@@ -42,7 +42,7 @@ class NativeDelta:
         if self.by_token:
             out = jnp.zeros(v.shape, jnp.float32)
         else:
-            out, state = scan_tiles(advance_tile, tiled, state, rows, out_shape=v.shape[1:])
+            out, state = scan_tiles(CHUNK, tiled, state, rows, out_shape=v.shape[1:])
         operands = (
             *(x.astype(jnp.float32) for x in (q, k, v)),
             log_decay.reshape(*beta.shape, -1),

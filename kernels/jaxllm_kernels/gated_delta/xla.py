@@ -7,6 +7,9 @@ the tile, is computed at once. The changes u that its tokens make solve a triang
     out_i = S^T (e^G_i q_i) + sum over j <= i of (q_i . k_j e^(G_i - G_j)) u_j
     S <- e^G_last S + sum over j of (e^(G_last - G_j) k_j) u_j^T
 
+It is solved without the state, for w in place of e^G_i k_i and for u' in place of v_i alone. Then
+u_i is u'_i - S^T w_i. So a state waits for three products.
+
 No exponent is above zero, whatever the decays are. The system is solved by substitution, and not by
 powers of its matrix: of keys that repeat, these have no correct digits.
 """
@@ -20,7 +23,13 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.scan import Decodes, decodes_at_once, scan_rows
+from jaxllm_kernels.recurrent.scan import (
+    Chunk,
+    Decodes,
+    decodes_at_once,
+    scan_rows,
+    tiles_at_once,
+)
 
 # Tokens of a block of the triangular system. Blocks on the diagonal are inverted as a whole.
 _BLOCK = 16
@@ -32,10 +41,13 @@ class XlaDelta:
 
     name: str = "xla"
     at_once: int = 1  # decodes of an iteration
+    tiles_at_once: int = 1  # prepared together
 
     def tuned_for(self, chip: Chip) -> "XlaDelta":
         """Return the op with its tunables chosen for a chip."""
-        return dataclasses.replace(self, at_once=decodes_at_once(chip))
+        return dataclasses.replace(
+            self, at_once=decodes_at_once(chip), tiles_at_once=tiles_at_once(chip)
+        )
 
     def __call__(
         self,
@@ -52,12 +64,13 @@ class XlaDelta:
         """`decodes` computes them in place of XLA."""
         return scan_rows(
             _step,
-            advance_tile,
+            CHUNK,
             (q, k, v, log_decay, beta),
             state,
             rows,
             out_shape=v.shape[1:],
             at_once=self.at_once,
+            tiles_at_once=self.tiles_at_once,
             decodes=decodes,
         )
 
@@ -74,10 +87,10 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     return state + k[:, :, None] * change[:, None, :], out
 
 
-def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
-    """A tile: q and k [C, M, K], v [C, N, V], the state [N, K, V]."""
+def _prepare(operands: Any) -> Any:
+    """What a tile computes without its state, of q and k [C, M, K] and v [C, N, V]."""
     q, k, v, log_decay, beta = operands
-    num_heads = v.shape[1]
+    num_heads, key_size = v.shape[1], k.shape[2]
     q, k, v = (x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v))  # [heads, C, ...]
     decays = jnp.cumsum(log_decay.swapaxes(0, 1), axis=1)  # [N, C] or [N, C, K]
     beta = beta.T[:, :, None]
@@ -91,12 +104,28 @@ def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]
     else:
         q, k = (_repeated(x, num_heads, axis=0) for x in (q, k))
         keys, queries = (_decayed_products(x, k, decays) for x in (k, q))
-    keys, queries = jnp.tril(keys, -1), jnp.tril(queries)
     since_start, until_end = jnp.exp(decays), jnp.exp(decays[:, -1:] - decays)
-    u = _solve(beta * keys, beta * (v - _product(since_start * k, state)))
-    out = _product(since_start * q, state) + _product(queries, u)
-    state = since_start[:, -1, :, None] * state + _product((until_end * k).swapaxes(1, 2), u)
-    return state, out.swapaxes(0, 1)
+    right = jnp.concatenate([since_start * k, v], axis=2)
+    solved = _solve(beta * jnp.tril(keys, -1), beta * right)
+    return (
+        jnp.concatenate([solved[:, :, :key_size], since_start * q], axis=1),  # [N, 2 C, K]
+        solved[:, :, key_size:],
+        jnp.tril(queries),
+        until_end * k,
+        since_start[:, -1, :, None],
+    )
+
+
+def _advance(state: jax.Array, prepared: Any) -> tuple[jax.Array, jax.Array]:
+    """The rest, with the state [N, K, V]."""
+    reading, change, queries, keys, decay = prepared
+    seen = _product(reading, state)
+    change = change - seen[:, :TILE]
+    out = seen[:, TILE:] + _product(queries, change)
+    return decay * state + _product(keys.swapaxes(1, 2), change), out.swapaxes(0, 1)
+
+
+CHUNK = Chunk(_prepare, _advance)
 
 
 def _decayed_products(a: jax.Array, b: jax.Array, decays: jax.Array) -> jax.Array:

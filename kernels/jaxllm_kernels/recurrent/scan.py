@@ -3,9 +3,13 @@ of a row with drafts, one chunk for each tile of the other rows.
 
 The batch determines the number of iterations, so padding costs none. A row's tiles follow each
 other, and each one takes the state that the last one has left in the row's slot. A CPU takes one
-decode per iteration, whose state then stays in its cache; an accelerator takes many.
+decode per iteration, whose state then stays in its cache; an accelerator takes many. What a tile
+computes without its state, most of it, does not wait for the tile before it: an accelerator does so
+for many tiles at once.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -19,17 +23,27 @@ from jaxllm_kernels.recurrent.rows import TILE, DraftRows, StateRows
 # Decodes per iteration on accelerators. Their states are gathered: of Qwen3-Next they are 2 MiB
 # each in a layer.
 _DECODES_AT_ONCE = 32
+# Tiles for which accelerators compute at once what needs no state.
+_TILES_AT_ONCE = 8
 
 # States [S, ...] and outputs [T, ...].
 _Carried = tuple[jax.Array, jax.Array]
 
 
 class Advance(Protocol):
-    """A row's state and the operands of a token, or of a tile [TILE, ...], to the state after them
-    and the output, or outputs [TILE, ...]. The operands past the tokens of a tile are zeros, which
-    must leave the state as it is."""
+    """A row's state and the operands of a token, or what was prepared of a tile, to the state after
+    them and the output, or outputs [TILE, ...]."""
 
     def __call__(self, state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """How a tile is computed. The operands past its tokens are zeros, which must leave the state as
+    it is."""
+
+    prepare: Callable[[Any], Any]  # of operands [TILE, ...], what needs no state
+    advance: Advance
 
 
 class Decodes(Protocol):
@@ -46,21 +60,28 @@ def decodes_at_once(chip: Chip) -> int:
     return 1 if chip.platform == "cpu" else _DECODES_AT_ONCE
 
 
+def tiles_at_once(chip: Chip) -> int:
+    """How many tiles are prepared together on a chip."""
+    return 1 if chip.platform == "cpu" else _TILES_AT_ONCE
+
+
 def scan_rows(
     step: Advance,
-    chunk: Advance,
+    chunk: Chunk,
     operands: Any,
     state: jax.Array,
     rows: StateRows,
     *,
     out_shape: tuple[int, ...],
     at_once: int,
+    tiles_at_once: int,
     decodes: Decodes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute all rows; return the outputs, float32 [T, *out_shape], and the states [S, ...].
 
     `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `at_once` is
-    the number of decodes of an iteration. `decodes` computes all of them in place of that loop.
+    the number of decodes of an iteration, `tiles_at_once` that of tiles which are prepared
+    together. `decodes` computes all decodes in place of that loop.
     """
     num_tokens = len(rows.token_rows)
     of_tokens = operands
@@ -73,7 +94,7 @@ def scan_rows(
         is_decode = jnp.arange(len(y)) < rows.num_decodes
         carried = state, out.at[: len(y)].set(jnp.where(_beside(is_decode, y), y, 0))
     if rows.tiles is not None:
-        carried = _run_tiles(chunk, operands, carried, rows, rows.tiles)
+        carried = _run_tiles(chunk, operands, carried, rows, rows.tiles, tiles_at_once)
     if rows.drafts is not None:
         # Behind the tiles, which write past their tokens.
         carried = _run_drafts(step, operands, carried, rows, rows.drafts, at_once)
@@ -82,18 +103,18 @@ def scan_rows(
 
 
 def scan_tiles(
-    chunk: Advance,
+    chunk: Chunk,
     operands: Any,
     state: jax.Array,
     rows: StateRows,
     *,
     out_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the tiles alone; return the states and outputs, float32 [T or more, *out_shape], in
-    which other rows have anything finite. Outputs past the T tokens have no meaning."""
+    """Compute the tiles alone, one by one; return the states and outputs, float32
+    [T or more, *out_shape], in which other rows have anything finite. Outputs past the T tokens have no meaning."""
     operands, out = _beside_tiles(operands, rows, out_shape)
     if rows.tiles is not None:
-        state, out = _run_tiles(chunk, operands, (state, out), rows, rows.tiles)
+        state, out = _run_tiles(chunk, operands, (state, out), rows, rows.tiles, 1)
     return out, state
 
 
@@ -138,23 +159,45 @@ def _run_decodes(
 
 
 def _run_tiles(
-    chunk: Advance, operands: Any, carried: _Carried, rows: StateRows, tiles: Tile
+    chunk: Chunk, operands: Any, carried: _Carried, rows: StateRows, tiles: Tile, at_once: int
 ) -> _Carried:
-    def run_one(i: jax.Array, carried: _Carried) -> _Carried:
-        states, out = carried
-        row, token, num_tokens = (x[i] for x in tiles)
-        slot = rows.slots[row]
-        state = _read(states, slot, rows.begins[row] & (token == rows.query_starts[row]))
+    def prepare(token: jax.Array, num_tokens: jax.Array) -> Any:
         # Tokens of the next row, and garbage, become zeros.
         is_there = jnp.arange(TILE) < num_tokens
         its = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, TILE), operands)
-        its = jax.tree.map(lambda x: jnp.where(_beside(is_there, x), x, 0), its)
-        state, y = chunk(state, its)
+        return chunk.prepare(jax.tree.map(lambda x: jnp.where(_beside(is_there, x), x, 0), its))
+
+    def advance(i: jax.Array, prepared: Any, carried: _Carried) -> _Carried:
+        states, out = carried
+        row, token = tiles.row[i], tiles.token[i]
+        slot = rows.slots[row]
+        state = _read(states, slot, rows.begins[row] & (token == rows.query_starts[row]))
+        state, y = chunk.advance(state, prepared)
         states = lax.dynamic_update_index_in_dim(states, state, slot, 0)
         # The outputs past the tile's tokens have the places of tokens that come later.
         return states, lax.dynamic_update_slice_in_dim(out, y, token, axis=0)
 
-    return lax.fori_loop(0, rows.num_tiles, run_one, carried)
+    def run_one(i: jax.Array, carried: _Carried) -> _Carried:
+        return advance(i, prepare(tiles.token[i], tiles.num_tokens[i]), carried)
+
+    def run_some(i: jax.Array, carried: _Carried) -> _Carried:
+        first = i * at_once
+        places = first + jnp.arange(at_once, dtype=jnp.int32)
+        # Those past the last tile are prepared like it, and not used.
+        prepared = jax.vmap(prepare)(
+            *(x.at[places].get(mode="clip") for x in (tiles.token, tiles.num_tokens))
+        )
+
+        def run_prepared(j: jax.Array, carried: _Carried) -> _Carried:
+            its = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), prepared)
+            return advance(first + j, its, carried)
+
+        return lax.fori_loop(0, jnp.minimum(rows.num_tiles - first, at_once), run_prepared, carried)
+
+    at_once = min(at_once, len(tiles.row))
+    if at_once == 1:
+        return lax.fori_loop(0, rows.num_tiles, run_one, carried)
+    return lax.fori_loop(0, -(-rows.num_tiles // at_once), run_some, carried)
 
 
 def _run_drafts(

@@ -9,7 +9,6 @@ from jaxllm_kernels.compat import gpu_interpret_params
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.gpu_parts import check_chip, rows_of_part
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import decodes_at_once
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 
@@ -20,8 +19,7 @@ class MosaicSsd:
     XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
     """
 
-    # Rows with drafts that XLA computes in an iteration.
-    at_once: int
+    by_xla: XlaSsd  # what computes the other rows
     name: str = "mosaic_sm90"
     # Emulate the kernel on a CPU, with a race detector.
     interpret: bool = False
@@ -30,7 +28,7 @@ class MosaicSsd:
     def tuned_for(cls, chip: Chip) -> "MosaicSsd":
         """The op for a chip; raises ValueError if the kernel does not run on it."""
         check_chip(chip)
-        return cls(at_once=decodes_at_once(chip))
+        return cls(by_xla=XlaSsd().tuned_for(chip))
 
     def check(self, head_size: int, state_size: int) -> None:
         """Raise ValueError if the kernel does not compute heads of these sizes."""
@@ -51,5 +49,4 @@ class MosaicSsd:
 
         interpret = gpu_interpret_params() if self.interpret else False
         decodes = functools.partial(run_decodes, interpret=interpret)
-        by_xla = XlaSsd(at_once=self.at_once)
-        return by_xla(x, b, c, step, rate, state, rows, decodes=decodes)
+        return self.by_xla(x, b, c, step, rate, state, rows, decodes=decodes)

@@ -9,7 +9,7 @@ from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.recurrent.native import advance_rows
 from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.recurrent.scan import scan_tiles
-from jaxllm_kernels.ssd.xla import advance_tile
+from jaxllm_kernels.ssd.xla import CHUNK
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,6 @@ class NativeSsd:
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
         operands = (x, b, c, step, step * rate)
-        out, state = scan_tiles(advance_tile, operands, state, rows, out_shape=x.shape[1:])
+        out, state = scan_tiles(CHUNK, operands, state, rows, out_shape=x.shape[1:])
         operands = (*(it.astype(jnp.float32) for it in (x, b, c)), step, rate)
         return advance_rows(self.library, "jaxllm_ssd", operands, state, out, rows)

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import Decodes, decodes_at_once, scan_rows
+from jaxllm_kernels.recurrent.scan import (
+    Chunk,
+    Decodes,
+    decodes_at_once,
+    scan_rows,
+    tiles_at_once,
+)
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,13 @@ class XlaSsd:
 
     name: str = "xla"
     at_once: int = 1  # decodes of an iteration
+    tiles_at_once: int = 1  # prepared together
 
     def tuned_for(self, chip: Chip) -> "XlaSsd":
         """Return the op with its tunables chosen for a chip."""
-        return dataclasses.replace(self, at_once=decodes_at_once(chip))
+        return dataclasses.replace(
+            self, at_once=decodes_at_once(chip), tiles_at_once=tiles_at_once(chip)
+        )
 
     def __call__(
         self,
@@ -48,12 +57,13 @@ class XlaSsd:
         """`decodes` computes them in place of XLA."""
         return scan_rows(
             _step,
-            advance_tile,
+            CHUNK,
             (x, b, c, step, step * rate),
             state,
             rows,
             out_shape=x.shape[1:],
             at_once=self.at_once,
+            tiles_at_once=self.tiles_at_once,
             decodes=decodes,
         )
 
@@ -68,14 +78,10 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
     return state, (state * c).sum(axis=2)
 
 
-def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
-    """A tile: x [C, N, P], b and c [C, G, K], the state [N, P, K].
-
-    Products with the state are those of whole groups, with the rows of all their heads.
-    """
+def _prepare(operands: Any) -> Any:
+    """What a tile computes without its state, of x [C, N, P], b and c [C, G, K]."""
     x, b, c, step, log_decay = operands
-    num_heads, head_size, state_size = state.shape
-    num_groups = b.shape[1]
+    num_heads, num_groups = x.shape[1], b.shape[1]
 
     def of_groups(rows: jax.Array) -> jax.Array:
         """[N, C, P] to [G, C, rows of all heads of a group]."""
@@ -88,15 +94,26 @@ def advance_tile(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]
     between = jnp.exp(jnp.minimum(decays[:, :, None] - decays[:, None, :], 0))
     scores = _product(c, b.swapaxes(1, 2))  # [G, C, C]
     scores = jnp.repeat(scores, num_heads // num_groups, axis=0) * jnp.tril(between)
+    kept = of_groups(jnp.exp(decays[:, -1:] - decays)[:, :, None] * x)
+    added = _product(kept.swapaxes(1, 2), b)  # [G, rows, K]
+    return c, jnp.exp(decays), _product(scores, x), added
+
+
+def _advance(state: jax.Array, prepared: Any) -> tuple[jax.Array, jax.Array]:
+    """The rest, with the state [N, P, K]: a product of whole groups, with the rows of all their
+    heads."""
+    c, since_start, out, added = prepared
+    num_heads, head_size, state_size = state.shape
+    num_groups = len(c)
     grouped = state.reshape(num_groups, -1, state_size)
     seen = _product(c, grouped.swapaxes(1, 2))  # [G, C, rows]
-    seen = seen.reshape(num_groups, len(step), -1, head_size).swapaxes(1, 2)
-    seen = jnp.exp(decays)[:, :, None] * seen.reshape(num_heads, -1, head_size)
-    out = seen + _product(scores, x)
-    kept = of_groups(jnp.exp(decays[:, -1:] - decays)[:, :, None] * x)
-    added = _product(kept.swapaxes(1, 2), b).reshape(state.shape)
-    state = jnp.exp(decays[:, -1])[:, None, None] * state + added
+    seen = seen.reshape(num_groups, c.shape[1], -1, head_size).swapaxes(1, 2)
+    out = out + since_start[:, :, None] * seen.reshape(num_heads, -1, head_size)
+    state = since_start[:, -1, None, None] * state + added.reshape(state.shape)
     return state, out.swapaxes(0, 1)
+
+
+CHUNK = Chunk(_prepare, _advance)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
