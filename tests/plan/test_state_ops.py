@@ -8,7 +8,6 @@ from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
-from jaxllm_kernels.ssd.gpu import MosaicSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -49,18 +48,13 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     assert "of recurrent layers" not in caplog.text
 
 
-@needs_mosaic
-def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
-    sizes = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size": 128}
-    ops = ops_for(H200, tmp_path, "mamba2", **sizes)
-    assert ops.ssd == MosaicSsd(at_once=32)
-    assert "of recurrent layers" not in caplog.text
+def test_mamba2_takes_the_loops_of_xla(tmp_path, caplog):
+    assert ops_for(H200, tmp_path, "mamba2").ssd.name == "xla"
+    assert "ssd of recurrent layers: XLA's loops" in caplog.text
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("family", "op", "size"), [("qwen3_5", "delta", "16 x 24"), ("mamba2", "ssd", "16 x 24")]
-)
+@pytest.mark.parametrize(("family", "op", "size"), [("qwen3_5", "delta", "16 x 24")])
 def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog):
     assert getattr(ops_for(H200, tmp_path, family), op).name == "xla"
     expected = f"{op} of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
