@@ -323,6 +323,22 @@ def test_a_decode_may_be_given_as_a_prefill_of_one_token():
     assert_correct(EMULATED, case, "float32")
 
 
+def outputs_of(place: int, *rows: tuple[int, int]) -> np.ndarray:
+    """What a step of these rows makes of the one at a place. In the program of other cases."""
+    starts = np.cumsum([0, *(length for length, _ in rows)])
+    case = dataclasses.replace(CASE["mixed"], rows=rows)
+    return run_case(EMULATED, case, "float32").out[starts[place] : starts[place + 1]]
+
+
+@pytest.mark.parametrize("row", [(1, 100), (30, 61)], ids=["decode", "prefill"])
+def test_a_row_alone_has_the_bits_that_it_has_among_others(row):
+    together = outputs_of(0, row, (1, 33), (17, 17))
+    np.testing.assert_array_equal(outputs_of(0, row), together)
+    # Behind rows of as many drawn numbers, so that it is elsewhere in the step and in the cache.
+    second, third = outputs_of(1, (1, 40), row), outputs_of(2, (1, 20), (1, 20), row)
+    np.testing.assert_array_equal(second, third)
+
+
 IN_SMALL_BLOCKS = Case(
     name="in_small_blocks", rows=(), num_heads=2, num_kv_heads=1, head_size=32, block_size=8
 )
