@@ -26,13 +26,20 @@ class Part(NamedTuple):
     state_configs: tuple[Any, ...] = ("of a layer",)
 
 
-def ops_for(chip, folder, family, **sizes):
+def ops_for(chip, folder, family, num_shards=1, **sizes):
     """The ops of a plan for a chip, by the function that plans ask."""
     path = str(make_tiny_checkpoint(folder, family, dtype="bfloat16"))
     options = {"max_model_len": 64, "num_gpu_blocks_override": 64}
     plan = make_plan(EngineArgs(path, **options, load_format="dummy", hf_overrides=sizes))
     ops = choose_state_ops(
-        chip, NoLibrary("a GPU"), plan.architecture, [Part()], "bfloat16", None, 1, is_encoder=False
+        chip,
+        NoLibrary("a GPU"),
+        plan.architecture,
+        [Part()],
+        "bfloat16",
+        None,
+        num_shards,
+        is_encoder=False,
     )
     assert ops is not None
     return ops
@@ -59,6 +66,13 @@ def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog)
     assert getattr(ops_for(H200, tmp_path, family), op).name == "xla"
     expected = f"{op} of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
     assert f"{expected} of {size}" in caplog.text
+
+
+@needs_mosaic
+def test_several_gpus_take_the_loops(tmp_path, caplog):
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    assert ops_for(H200, tmp_path, "qwen3_5", num_shards=2, **sizes).delta.name == "xla"
+    assert "XLA does not compile its kernel for several devices" in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):
