@@ -80,6 +80,16 @@ def test_preemption_changes_no_bit(model, expected, overlap):
     assert {its.host_blocks_dropped, its.host_blocks_read} == {0}
 
 
+@pytest.mark.sweep
+def test_latents_come_back_from_the_host(tmp_path):
+    model = str(make_tiny_checkpoint(tmp_path, "deepseek_v3"))
+    enough = generate(LLM(model, **TINY))
+    llm = LLM(model, **FEW, **HOST)
+    assert generate(llm) == enough
+    its = stats(llm)
+    assert its.num_preemptions > 2 and its.host_blocks_loaded > 2
+
+
 def test_nothing_compiles_after_the_start(model, expected):
     llm = LLM(model, **FEW | {"enforce_eager": False}, **HOST)
     assert generate(llm) == expected

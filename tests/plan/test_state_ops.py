@@ -9,8 +9,6 @@ from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
-from jaxllm_kernels.ssd.gpu import MosaicSsd
-from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -29,13 +27,20 @@ class Part(NamedTuple):
     state_configs: tuple[Any, ...] = ("of a layer",)
 
 
-def ops_for(chip, folder, family, **sizes):
+def ops_for(chip, folder, family, num_shards=1, **sizes):
     """The ops of a plan for a chip, by the function that plans ask."""
     path = str(make_tiny_checkpoint(folder, family, dtype="bfloat16"))
     options = {"max_model_len": 64, "num_gpu_blocks_override": 64}
     plan = make_plan(EngineArgs(path, **options, load_format="dummy", hf_overrides=sizes))
     ops = choose_state_ops(
-        chip, NoLibrary("a GPU"), plan.architecture, [Part()], "bfloat16", None, 1, is_encoder=False
+        chip,
+        NoLibrary("a GPU"),
+        plan.architecture,
+        [Part()],
+        "bfloat16",
+        None,
+        num_shards,
+        is_encoder=False,
     )
     assert ops is not None
     return ops
@@ -51,22 +56,24 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     assert "of recurrent layers" not in caplog.text
 
 
-@needs_mosaic
-def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
-    sizes = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size": 128}
-    ops = ops_for(H200, tmp_path, "mamba2", **sizes)
-    assert ops.ssd == MosaicSsd(by_xla=XlaSsd(at_once=32, tiles_at_once=8))
-    assert "of recurrent layers" not in caplog.text
+def test_mamba2_takes_the_loops_of_xla(tmp_path, caplog):
+    assert ops_for(H200, tmp_path, "mamba2").ssd.name == "xla"
+    assert "ssd of recurrent layers: XLA's loops" in caplog.text
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("family", "op", "size"), [("qwen3_5", "delta", "16 x 24"), ("mamba2", "ssd", "16 x 24")]
-)
+@pytest.mark.parametrize(("family", "op", "size"), [("qwen3_5", "delta", "16 x 24")])
 def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog):
     assert getattr(ops_for(H200, tmp_path, family), op).name == "xla"
     expected = f"{op} of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
     assert f"{expected} of {size}" in caplog.text
+
+
+@needs_mosaic
+def test_several_gpus_take_the_loops(tmp_path, caplog):
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    assert ops_for(H200, tmp_path, "qwen3_5", num_shards=2, **sizes).delta.name == "xla"
+    assert "XLA does not compile its kernel for several devices" in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):
