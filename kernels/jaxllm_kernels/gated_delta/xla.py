@@ -7,11 +7,10 @@ the tile, is computed at once. The changes u that its tokens make solve a triang
     out_i = S^T (e^G_i q_i) + sum over j <= i of (q_i . k_j e^(G_i - G_j)) u_j
     S <- e^G_last S + sum over j of (e^(G_last - G_j) k_j) u_j^T
 
-It is solved without the state, for w in place of e^G_i k_i and for u' in place of v_i alone. Then
-u_i is u'_i - S^T w_i. So a state waits for three products.
+The matrix of the system is inverted without the state, as is all that does not contain S.
 
-No exponent is above zero, whatever the decays are. The system is solved by substitution, and not by
-powers of its matrix: of keys that repeat, these have no correct digits.
+No exponent is above zero, whatever the decays are. The matrix is inverted by blocks, and not by
+powers: of keys that repeat, these have no correct digits.
 """
 
 import dataclasses
@@ -90,7 +89,7 @@ def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
 def _prepare(operands: Any) -> Any:
     """What a tile computes without its state, of q and k [C, M, K] and v [C, N, V]."""
     q, k, v, log_decay, beta = operands
-    num_heads, key_size = v.shape[1], k.shape[2]
+    num_heads = v.shape[1]
     q, k, v = (x.astype(jnp.float32).swapaxes(0, 1) for x in (q, k, v))  # [heads, C, ...]
     decays = jnp.cumsum(log_decay.swapaxes(0, 1), axis=1)  # [N, C] or [N, C, K]
     beta = beta.T[:, :, None]
@@ -105,11 +104,11 @@ def _prepare(operands: Any) -> Any:
         q, k = (_repeated(x, num_heads, axis=0) for x in (q, k))
         keys, queries = (_decayed_products(x, k, decays) for x in (k, q))
     since_start, until_end = jnp.exp(decays), jnp.exp(decays[:, -1:] - decays)
-    right = jnp.concatenate([since_start * k, v], axis=2)
-    solved = _solve(beta * jnp.tril(keys, -1), beta * right)
     return (
-        jnp.concatenate([solved[:, :, :key_size], since_start * q], axis=1),  # [N, 2 C, K]
-        solved[:, :, key_size:],
+        jnp.concatenate([since_start * k, since_start * q], axis=1),  # [N, 2 C, K]
+        v,
+        # The changes are this matrix times what the values lack.
+        _invert(beta * jnp.tril(keys, -1)) * beta.swapaxes(1, 2),
         jnp.tril(queries),
         until_end * k,
         since_start[:, -1, :, None],
@@ -118,11 +117,11 @@ def _prepare(operands: Any) -> Any:
 
 def _advance(state: jax.Array, prepared: Any) -> tuple[jax.Array, jax.Array]:
     """The rest, with the state [N, K, V]."""
-    reading, change, queries, keys, decay = prepared
+    reading, values, solution, queries, keys, decay = prepared
     seen = _product(reading, state)
-    change = change - seen[:, :TILE]
-    out = seen[:, TILE:] + _product(queries, change)
-    return decay * state + _product(keys.swapaxes(1, 2), change), out.swapaxes(0, 1)
+    changes = _product(solution, values - seen[:, :TILE])
+    out = seen[:, TILE:] + _product(queries, changes)
+    return decay * state + _product(keys.swapaxes(1, 2), changes), out.swapaxes(0, 1)
 
 
 CHUNK = Chunk(_prepare, _advance)
@@ -152,25 +151,32 @@ def _decayed_products(a: jax.Array, b: jax.Array, decays: jax.Array) -> jax.Arra
     return jnp.concatenate(rows, axis=1)
 
 
-def _solve(lower: jax.Array, right: jax.Array) -> jax.Array:
-    """Solve (1 + lower) x = right for strictly lower triangular matrices [N, C, C], by blocks."""
-    blocks = [slice(first, first + _BLOCK) for first in range(0, TILE, _BLOCK)]
-    inverses = _invert(jnp.stack([lower[:, own, own] for own in blocks], axis=1))
-    x: list[jax.Array] = []
-    for index, own in enumerate(blocks):
-        rest = right[:, own]
-        if x:
-            rest = rest - _product(lower[:, own, : own.start], jnp.concatenate(x, axis=1))
-        x.append(_product(inverses[:, index], rest))
-    return jnp.concatenate(x, axis=1)
-
-
 def _invert(lower: jax.Array) -> jax.Array:
-    """The inverses of 1 + lower for strictly lower triangular matrices [..., B, B].
+    """The inverses of 1 + lower for strictly lower triangular matrices [N, C, C].
 
-    Of two blocks on the diagonal whose inverses A and C are known, and the block L below the first,
-    the inverse has -C L A there. So blocks double, from single rows on.
+    Of two blocks on the diagonal whose inverses A and B are known, and the block L below the first,
+    the inverse has -B L A there. So blocks double.
     """
+    blocks = [slice(first, first + _BLOCK) for first in range(0, TILE, _BLOCK)]
+    inverse, size = _invert_blocks(jnp.stack([lower[:, own, own] for own in blocks], 1)), _BLOCK
+    while size < TILE:
+        firsts, seconds = inverse[:, ::2], inverse[:, 1::2]
+        below = jnp.stack(
+            [
+                lower[:, at + size : at + 2 * size, at : at + size]
+                for at in range(0, TILE, 2 * size)
+            ],
+            axis=1,
+        )
+        below = -_product(_product(seconds, below), firsts)
+        rows = [firsts, jnp.zeros_like(below)], [below, seconds]
+        inverse = jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+        size *= 2
+    return inverse[:, 0]
+
+
+def _invert_blocks(lower: jax.Array) -> jax.Array:
+    """The same for [..., B, B], from single rows on, as products of whole blocks."""
     places = jnp.arange(_BLOCK)
     inverse, size = jnp.broadcast_to(jnp.eye(_BLOCK), lower.shape), 1
     while size < _BLOCK:
