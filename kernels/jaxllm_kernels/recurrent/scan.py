@@ -34,7 +34,7 @@ class Advance(Protocol):
     """A row's state and the operands of a token, or what was prepared of a tile, to the state after
     them and the output, or outputs [TILE, ...]."""
 
-    def __call__(self, state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]: ...
+    def __call__(self, state: jax.Array, operands: Any, /) -> tuple[jax.Array, jax.Array]: ...
 
 
 @dataclass(frozen=True)
