@@ -69,7 +69,6 @@ def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog)
     assert f"{expected} of {size}" in caplog.text
 
 
-@needs_mosaic
 def test_several_gpus_take_the_loops(tmp_path, caplog):
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     assert ops_for(H200, tmp_path, "qwen3_5", num_shards=2, **sizes).delta.name == "xla"
