@@ -51,7 +51,8 @@ def choose_state_ops(
     is_encoder: bool,
 ) -> StateOps | None:
     """The implementations of the ops of mixers without pages; None if the model has none of these.
-    `parts` are the abstract models of all stages."""
+    `parts` are the abstract models of all stages. Convolutions on GPUs are XLA's, which copies no
+    states there."""
     configs = [config for part in parts for config in part.state_configs]
     if not configs:
         return None

@@ -86,8 +86,8 @@ def test_latents_come_back_from_the_host(tmp_path):
     enough = generate(LLM(model, **TINY))
     llm = LLM(model, **FEW, **HOST)
     assert generate(llm) == enough
-    its = stats(llm)
-    assert its.num_preemptions > 2 and its.host_blocks_loaded > 2
+    figures = stats(llm)
+    assert figures.num_preemptions > 2 and figures.host_blocks_loaded > 2
 
 
 def test_nothing_compiles_after_the_start(model, expected):

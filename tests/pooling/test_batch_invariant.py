@@ -205,9 +205,9 @@ def test_crowds_change_no_bit(large, order, others, before, resets):
     llm, alone = large
     if resets:
         llm.reset_prefix_cache()
-    mine, noise = [MINE[i] for i in order], [prompt(200 + i, n) for i, n in enumerate(others)]
+    own, noise = [MINE[i] for i in order], [prompt(200 + i, n) for i, n in enumerate(others)]
     if before:
-        bits = vectors(llm, noise + mine)[len(noise) :]
+        bits = vectors(llm, noise + own)[len(noise) :]
     else:
-        bits = vectors(llm, mine + noise)[: len(mine)]
+        bits = vectors(llm, own + noise)[: len(own)]
     assert bits == [alone[i] for i in order]
