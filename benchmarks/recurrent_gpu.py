@@ -83,7 +83,7 @@ def main() -> None:
     operands, state = shapes(args.op, args.tokens)
     counts = map(array, ((NUM_ROWS,), (NUM_ROWS + 1,), (NUM_ROWS,), ()))
     traced: Any = jax.jit(run, donate_argnums=1).trace(
-        [array(*one) for one in operands], array(*state), *counts
+        [array(*operand) for operand in operands], array(*state), *counts
     )
     options = dict((*CHIP.compiler_options, *CHIP.step_options(args.tokens)))
     launches: list[Launch] = []

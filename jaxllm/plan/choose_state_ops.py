@@ -131,10 +131,10 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
 
 def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
     """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    delta = MosaicDelta.tuned_for(chip)
     if num_shards > 1:
-        # The compiler of JAX 0.11.2 ends with a segmentation fault: of Qwen3.6-35B-A3B on two H200.
+        # The compiler of JAX 0.11.2 crashes on Qwen3.6-35B-A3B over two H200.
         raise ValueError("XLA does not compile its kernel for several devices")
+    delta = MosaicDelta.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, GatedDeltaSpec):
             delta.check(mixer.key_size, mixer.value_size)
@@ -145,10 +145,10 @@ def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
 
 def _ssd_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicSsd:
     """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    ssd = MosaicSsd.tuned_for(chip)
     if num_shards > 1:
-        # As with the delta rule: of Nemotron 3 Nano on two H200.
+        # The compiler of JAX 0.11.2 crashes on Nemotron 3 Nano over two H200.
         raise ValueError("XLA does not compile its kernel for several devices")
+    ssd = MosaicSsd.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, MambaSpec):
             ssd.check(mixer.head_size, mixer.state_size)

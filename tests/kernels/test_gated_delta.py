@@ -23,7 +23,7 @@ def native(any_library):
 
 
 # As on accelerators, but with fewer decodes and tiles at once than a step has.
-BATCHED = XlaDelta(name="batched", at_once=2, tiles_at_once=2)
+BATCHED = XlaDelta(name="batched", at_once=2, tiles_at_once=3)
 
 
 # Each kind of row is in one of these.
@@ -44,6 +44,11 @@ def test_xla_is_right(name):
 )
 def test_several_decodes_and_tiles_at_once_are_right(name):
     assert error(BATCHED, name, LAYERS["usual"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layer", ["by channel", "the same key"])
+def test_several_tiles_at_once_are_right_for_other_layers(layer):
+    assert error(BATCHED, "mixed", LAYERS[layer]) < TOLERANCE
 
 
 @pytest.mark.parametrize("layer", LAYERS)

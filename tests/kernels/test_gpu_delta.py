@@ -77,13 +77,15 @@ def test_decodes_alone_change_their_states(layer):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "expected"),
-    [(128, 128, 64), (256, 128, 32), (64, 64, 64), (96, 192, 64), (32, 48, 16)],
+    [(128, 128, 64), (256, 128, 32), (64, 64, 64), (96, 192, 64), (24, 64, 64)],
 )
 def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
     assert columns_of_part(rows, columns) == expected
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(128, 100), (100, 128), (16, 16), (4096, 128)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(128, 100), (100, 128), (16, 16), (32, 48), (16, 32), (4096, 128)]
+)
 def test_other_states_are_refused(rows, columns):
     with pytest.raises(ValueError, match=f"no part of a state of {rows} x {columns}"):
         MosaicDelta(by_xla=XlaDelta()).check(rows, columns)

@@ -25,7 +25,7 @@ NATIVE = [
     *(("drafts", layer) for layer in LAYERS if layer not in ("usual", "odd sizes")),
 ]
 # As on accelerators, but with fewer decodes and tiles at once than a step has.
-BATCHED = XlaSsd(name="batched", at_once=2, tiles_at_once=2)
+BATCHED = XlaSsd(name="batched", at_once=2, tiles_at_once=3)
 
 
 @pytest.fixture

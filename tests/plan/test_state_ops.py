@@ -77,7 +77,6 @@ def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog)
     assert f"{expected} of {size}" in caplog.text
 
 
-@needs_mosaic
 @pytest.mark.parametrize(
     ("family", "op", "sizes"), [("qwen3_5", "delta", DELTA_SIZES), ("mamba2", "ssd", MAMBA2_SIZES)]
 )

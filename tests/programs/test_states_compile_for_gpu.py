@@ -39,7 +39,7 @@ def test_a_decode_step_of_delta_nets_moves_no_states_of_all_slots(tmp_path):
     decoder |= {"num_hidden_layers": 4, "layer_types": decoder["layer_types"][:4]}
     plan = _plan(config, tmp_path)
     assert plan.state_ops is not None and plan.state_ops.delta.name == "mosaic_sm90"
-    _assert_states_stay(plan, "f32[64,32,128,128]")
+    _assert_states_stay(plan, f"f32[{NUM_ROWS},32,128,128]")
 
 
 def test_a_decode_step_of_mamba2_moves_no_states_of_all_slots(tmp_path):
@@ -48,7 +48,7 @@ def test_a_decode_step_of_mamba2_moves_no_states_of_all_slots(tmp_path):
     config |= {"num_hidden_layers": 6, "hybrid_override_pattern": "MEMEM*"}
     plan = _plan(config, tmp_path)
     assert plan.state_ops is not None and plan.state_ops.ssd.name == "mosaic_sm90"
-    hlo = _assert_states_stay(plan, "f32[64,64,64,128]")
+    hlo = _assert_states_stay(plan, f"f32[{NUM_ROWS},64,64,128]")
     for kernel in ("place_heads", "paged_decode", "ssd_decode", "experts_up", "experts_down"):
         assert f"{kernel}_mosaic_gpu" in hlo, kernel
 

@@ -16,7 +16,8 @@ from jaxllm_kernels.recurrent.rows import StateRows
 class MosaicDelta:
     """`api.DeltaOp` on Hopper GPUs.
 
-    XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
+    It is for one device. Over two, the compiler of JAX 0.11.2 crashes on the kernel for the delta
+    rule, within a shard_map.
     """
 
     by_xla: XlaDelta  # what computes the other rows

@@ -107,7 +107,7 @@ def _prepare(operands: Any) -> Any:
     return (
         jnp.concatenate([since_start * k, since_start * q], axis=1),  # [N, 2 C, K]
         v,
-        # The changes are this matrix times what the values lack.
+        # Times the difference between values and what the state has for their keys: the changes.
         _invert(beta * jnp.tril(keys, -1)) * beta.swapaxes(1, 2),
         jnp.tril(queries),
         until_end * k,
@@ -116,7 +116,7 @@ def _prepare(operands: Any) -> Any:
 
 
 def _advance(state: jax.Array, prepared: Any) -> tuple[jax.Array, jax.Array]:
-    """The rest, with the state [N, K, V]."""
+    """Compute what is left of a tile, with the state [N, K, V] before it."""
     reading, values, solution, queries, keys, decay = prepared
     seen = _product(reading, state)
     changes = _product(solution, values - seen[:, :TILE])
@@ -154,8 +154,9 @@ def _decayed_products(a: jax.Array, b: jax.Array, decays: jax.Array) -> jax.Arra
 def _invert(lower: jax.Array) -> jax.Array:
     """The inverses of 1 + lower for strictly lower triangular matrices [N, C, C].
 
-    Of two blocks on the diagonal whose inverses A and B are known, and the block L below the first,
-    the inverse has -B L A there. So blocks double.
+    A matrix of two blocks on the diagonal and a block L below the first one has an inverse of the
+    same form: with the blocks' own inverses A and B on its diagonal, and -B L A below A. So blocks
+    double.
     """
     blocks = [slice(first, first + _BLOCK) for first in range(0, TILE, _BLOCK)]
     inverse, size = _invert_blocks(jnp.stack([lower[:, own, own] for own in blocks], 1)), _BLOCK
@@ -176,7 +177,7 @@ def _invert(lower: jax.Array) -> jax.Array:
 
 
 def _invert_blocks(lower: jax.Array) -> jax.Array:
-    """The same for [..., B, B], from single rows on, as products of whole blocks."""
+    """Invert [..., B, B] likewise, from single rows on, by products of whole matrices."""
     places = jnp.arange(_BLOCK)
     inverse, size = jnp.broadcast_to(jnp.eye(_BLOCK), lower.shape), 1
     while size < _BLOCK:

@@ -40,8 +40,10 @@ def columns_of_part(num_rows: int, num_columns: int) -> int:
     columns = math.gcd(num_columns, VECTOR * LANES)
     while num_rows * columns > _PART:
         columns //= 2
-    # The lanes that are not beside each other have rows of their own, as many as all others.
-    if columns < 2 * VECTOR or num_rows % (WARPS * LANES * VECTOR // columns):
+    # The lanes that are not beside each other have rows of their own, as many as all others. A
+    # thread has several rows: Mosaic has no such layout of single ones.
+    rows_at_once = WARPS * LANES * VECTOR // columns
+    if columns < 2 * VECTOR or num_rows % rows_at_once or num_rows == rows_at_once:
         raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
     return columns
 
@@ -53,7 +55,9 @@ def rows_of_part(num_rows: int, num_columns: int) -> int:
     rows = num_rows
     while rows * num_columns > _PART and rows % 2 == 0:
         rows //= 2
-    if rows * num_columns > _PART or rows % (WARPS * LANE_ROWS) or num_columns % beside:
+    too_many = rows * num_columns > _PART
+    too_few = rows * num_columns <= VECTOR * WARPS * LANES  # a vector for each thread, as above
+    if too_many or too_few or rows % (WARPS * LANE_ROWS) or num_columns % beside:
         raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
     return rows
 

@@ -42,7 +42,8 @@ class Chunk:
     """How a tile is computed. The operands past its tokens are zeros, which must leave the state as
     it is."""
 
-    prepare: Callable[[Any], Any]  # of operands [TILE, ...], what needs no state
+    # From operands [TILE, ...] to what the tile needs of them beside its state.
+    prepare: Callable[[Any], Any]
     advance: Advance
 
 
@@ -111,7 +112,8 @@ def scan_tiles(
     out_shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the tiles alone, one by one; return the states and outputs, float32
-    [T or more, *out_shape], in which other rows have anything finite. Outputs past the T tokens have no meaning."""
+    [T or more, *out_shape], in which other rows have anything finite. Outputs past the T tokens
+    have no meaning."""
     operands, out = _beside_tiles(operands, rows, out_shape)
     if rows.tiles is not None:
         state, out = _run_tiles(chunk, operands, (state, out), rows, rows.tiles, 1)
@@ -164,8 +166,11 @@ def _run_tiles(
     def prepare(token: jax.Array, num_tokens: jax.Array) -> Any:
         # Tokens of the next row, and garbage, become zeros.
         is_there = jnp.arange(TILE) < num_tokens
-        its = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, token, TILE), operands)
-        return chunk.prepare(jax.tree.map(lambda x: jnp.where(_beside(is_there, x), x, 0), its))
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jnp.where(_beside(is_there, x), lax.dynamic_slice_in_dim(x, token, TILE), 0)
+
+        return chunk.prepare(jax.tree.map(cut, operands))
 
     def advance(i: jax.Array, prepared: Any, carried: _Carried) -> _Carried:
         states, out = carried
@@ -183,14 +188,14 @@ def _run_tiles(
     def run_some(i: jax.Array, carried: _Carried) -> _Carried:
         first = i * at_once
         places = first + jnp.arange(at_once, dtype=jnp.int32)
-        # Those past the last tile are prepared like it, and not used.
+        # Places past the last tile have no tokens: zeros are prepared, which nothing uses.
         prepared = jax.vmap(prepare)(
             *(x.at[places].get(mode="clip") for x in (tiles.token, tiles.num_tokens))
         )
 
         def run_prepared(j: jax.Array, carried: _Carried) -> _Carried:
-            its = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), prepared)
-            return advance(first + j, its, carried)
+            tile = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), prepared)
+            return advance(first + j, tile, carried)
 
         return lax.fori_loop(0, jnp.minimum(rows.num_tiles - first, at_once), run_prepared, carried)
 

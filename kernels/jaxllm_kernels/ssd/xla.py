@@ -100,8 +100,8 @@ def _prepare(operands: Any) -> Any:
 
 
 def _advance(state: jax.Array, prepared: Any) -> tuple[jax.Array, jax.Array]:
-    """The rest, with the state [N, P, K]: a product of whole groups, with the rows of all their
-    heads."""
+    """Compute what is left of a tile, with the state [N, P, K] before it. Its product is that of
+    whole groups, with the rows of all their heads."""
     c, since_start, out, added = prepared
     num_heads, head_size, state_size = state.shape
     num_groups = len(c)
