@@ -20,6 +20,7 @@ from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import check_slots
 from jaxllm_kernels.row_sums.api import RowSums
+from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
@@ -77,7 +78,7 @@ def choose_state_ops(
         if not kinds.isdisjoint(_DELTA):
             load["delta"] = functools.partial(_delta_on_gpu, chip, mixers, num_shards)
         if MambaSpec in kinds:
-            logger.warning("ssd of recurrent layers: XLA's loops, since no step has its kernel yet")
+            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers, num_shards)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
@@ -141,6 +142,18 @@ def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
         elif isinstance(mixer, KimiDeltaSpec):
             delta.check(mixer.head_size, mixer.head_size)
     return delta
+
+
+def _ssd_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicSsd:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    if num_shards > 1:
+        # The compiler of JAX 0.11.2 crashes on Nemotron 3 Nano over two H200.
+        raise ValueError("XLA does not compile its kernel for several devices")
+    ssd = MosaicSsd.tuned_for(chip)
+    for mixer in mixers:
+        if isinstance(mixer, MambaSpec):
+            ssd.check(mixer.head_size, mixer.state_size)
+    return ssd
 
 
 def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:

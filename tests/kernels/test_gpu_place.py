@@ -40,6 +40,7 @@ def assert_close(ours, expected):
         (9, 3, 64, True, True),
         (4, 4, 256, True, False),
         (7, 1, 128, True, True),
+        (16, 1, 128, False, True),
     ],
 )
 def test_heads_are_rotated_written_and_grouped(

@@ -9,6 +9,8 @@ from jaxllm_kernels.gated_delta.gpu import MosaicDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ssd.gpu import MosaicSsd
+from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -19,6 +21,9 @@ needs_mosaic = pytest.mark.skipif(
     bool(why_no_mosaic_gpu()), reason=f"the GPU kernels: {why_no_mosaic_gpu()}"
 )
 H200 = CHIPS["h200"]
+# Sizes that the kernels compute.
+DELTA_SIZES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+MAMBA2_SIZES = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size": 128}
 
 
 class Part(NamedTuple):
@@ -48,31 +53,37 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
 
 @needs_mosaic
 def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
-    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    ops = ops_for(H200, tmp_path, "qwen3_5", **sizes)
+    ops = ops_for(H200, tmp_path, "qwen3_5", **DELTA_SIZES)
     assert ops.conv.name == "xla"
     assert ops.delta == MosaicDelta(by_xla=XlaDelta(at_once=32, tiles_at_once=8))
     assert str(ops) == "'xla' and 'mosaic_sm90'"
     assert "of recurrent layers" not in caplog.text
 
 
-def test_mamba2_takes_the_loops_of_xla(tmp_path, caplog):
-    assert ops_for(H200, tmp_path, "mamba2").ssd.name == "xla"
-    assert "ssd of recurrent layers: XLA's loops" in caplog.text
+@needs_mosaic
+def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
+    ops = ops_for(H200, tmp_path, "mamba2", **MAMBA2_SIZES)
+    assert ops.ssd == MosaicSsd(by_xla=XlaSsd().tuned_for(H200))
+    assert "of recurrent layers" not in caplog.text
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("family", "op", "size"), [("qwen3_5", "delta", "16 x 24")])
+@pytest.mark.parametrize(
+    ("family", "op", "size"), [("qwen3_5", "delta", "16 x 24"), ("mamba2", "ssd", "16 x 24")]
+)
 def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog):
     assert getattr(ops_for(H200, tmp_path, family), op).name == "xla"
     expected = f"{op} of recurrent layers: XLA's loops, since a warpgroup holds no part of a state"
     assert f"{expected} of {size}" in caplog.text
 
 
-def test_several_gpus_take_the_loops(tmp_path, caplog):
-    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    assert ops_for(H200, tmp_path, "qwen3_5", num_shards=2, **sizes).delta.name == "xla"
-    assert "XLA does not compile its kernel for several devices" in caplog.text
+@pytest.mark.parametrize(
+    ("family", "op", "sizes"), [("qwen3_5", "delta", DELTA_SIZES), ("mamba2", "ssd", MAMBA2_SIZES)]
+)
+def test_several_gpus_take_the_loops(family, op, sizes, tmp_path, caplog):
+    assert getattr(ops_for(H200, tmp_path, family, num_shards=2, **sizes), op).name == "xla"
+    expected = f"{op} of recurrent layers: XLA's loops, since XLA does not compile its kernel"
+    assert f"{expected} for several devices" in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):

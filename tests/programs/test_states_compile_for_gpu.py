@@ -1,16 +1,18 @@
-"""A decode step of Qwen3.6-35B-A3B, compiled for an H200 that is not there: states of all slots
-stay where they are, and a kernel changes those of the rows."""
+"""Decode steps of models with recurrent layers, compiled for an H200 that is not there: states of
+all slots stay where they are, and a kernel changes those of the rows."""
 
 import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
+from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.hlo import whole_array_copies
@@ -25,27 +27,47 @@ pytestmark = [
 ]
 
 CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
-# Three delta nets and a layer with attention, of ten times as many.
-NUM_LAYERS = 4
 NUM_ROWS = 64
 # Logits, and what samples, beside the layers.
 MAX_TEMP_BYTES = 256 << 20
 
 
-def test_a_decode_step_moves_no_states_of_all_slots(tmp_path):
+def test_a_decode_step_of_delta_nets_moves_no_states_of_all_slots(tmp_path):
     config = json.loads(CONFIGS.read_text())["Qwen3.6 35B-A3B"]
     decoder = config["text_config"]
-    decoder |= {"num_hidden_layers": NUM_LAYERS, "layer_types": decoder["layer_types"][:NUM_LAYERS]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Three delta nets and a layer with attention, of ten times as many.
+    decoder |= {"num_hidden_layers": 4, "layer_types": decoder["layer_types"][:4]}
+    plan = _plan(config, tmp_path)
+    assert plan.state_ops is not None and plan.state_ops.delta.name == "mosaic_sm90"
+    _assert_states_stay(plan, f"f32[{NUM_ROWS},32,128,128]")
+
+
+def test_a_decode_step_of_mamba2_moves_no_states_of_all_slots(tmp_path):
+    config = json.loads(CONFIGS.read_text())["Nemotron 3 Nano 30B-A3B"]
+    # Three Mamba2, two of experts and one of attention without a rotation, of 52 layers.
+    config |= {"num_hidden_layers": 6, "hybrid_override_pattern": "MEMEM*"}
+    plan = _plan(config, tmp_path)
+    assert plan.state_ops is not None and plan.state_ops.ssd.name == "mosaic_sm90"
+    hlo = _assert_states_stay(plan, f"f32[{NUM_ROWS},64,64,128]")
+    for kernel in ("place_heads", "paged_decode", "ssd_decode", "experts_up", "experts_down"):
+        assert f"{kernel}_mosaic_gpu" in hlo, kernel
+
+
+def _plan(config: dict[str, Any], folder: Path) -> EnginePlan:
+    (folder / "config.json").write_text(json.dumps(config))
     args = EngineArgs(
-        model=str(tmp_path),
+        model=str(folder),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=2048,
         max_model_len=4096,
         num_gpu_blocks_override=1024,
     )
-    plan = make_plan(args, topology_devices("h200"))
-    assert plan.state_ops is not None and plan.state_ops.delta.name == "mosaic_sm90"
+    return make_plan(args, topology_devices("h200"))
+
+
+def _assert_states_stay(plan: EnginePlan, states: str) -> str:
+    """Compile the largest decode step, and return its program. `states` are a layer's, of all
+    slots."""
     declared = declare_programs(plan, make_packer(plan).layouts)
     bucket = max(bucket for bucket in plan.buckets if bucket.decode_only)
     program = declared[bucket]
@@ -56,8 +78,9 @@ def test_a_decode_step_moves_no_states_of_all_slots(tmp_path):
     arrays = jax.tree.leaves((weights, state.caches, state.snapshots))
     assert not whole_array_copies(hlo, arrays)
     # Fusions are copies to and from snapshots, in place.
-    made = re.findall(rf"= f32\[{NUM_ROWS},32,128,128\]\S* ([\w-]+)\(", hlo)
+    made = re.findall(rf"= {re.escape(states)}\S* ([\w-]+)\(", hlo)
     assert made and not {"copy", "copy-start", "gather", "scatter"} & set(made)
     in_place = plan.kv_cache_bytes + plan.states_bytes + plan.snapshots_bytes
     assert memory.alias_size_in_bytes >= in_place
     assert memory.temp_size_in_bytes < MAX_TEMP_BYTES
+    return hlo

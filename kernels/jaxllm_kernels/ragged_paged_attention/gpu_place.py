@@ -123,6 +123,20 @@ def place(
             pair = first * cos - second * sin, second * cos + first * sin
             return [x.astype(heads.dtype) for x in pair]
 
+        def rotate_keys(first, halves):
+            """Rotate the keys among some of the keys and values."""
+            num_keys = num_kv_heads - first
+            # Without a rotation a tile of both needs no choice, and Mosaic GPU has no layout for a
+            # choice between equal values.
+            if rotary_refs is None or num_keys <= 0:
+                return halves
+            if num_keys >= kv_rows:
+                return rotate(halves)
+            return [
+                jnp.where(_is_row_below(num_keys, x.shape), turned, x)
+                for turned, x in zip(rotate(halves), halves, strict=True)
+            ]
+
         def store(ref, index, halves):
             for start, x in zip((0, half), halves, strict=True):
                 store_unoptimized(ref.at[(*index, pl.ds(start, half))], x)
@@ -148,17 +162,7 @@ def place(
         def write_keys_and_values():
             # Keys and values of a page follow each other, as they do in the token.
             firsts = _firsts(2 * num_kv_heads, kv_rows)
-            loaded = []
-            for first in firsts:
-                halves = load(num_heads + first, kv_rows)
-                if first + kv_rows <= num_kv_heads:
-                    halves = rotate(halves)
-                elif first < num_kv_heads:
-                    halves = [
-                        jnp.where(_is_row_below(num_kv_heads - first, x.shape), turned, x)
-                        for turned, x in zip(rotate(halves), halves, strict=True)
-                    ]
-                loaded.append(halves)
+            loaded = [rotate_keys(first, load(num_heads + first, kv_rows)) for first in firsts]
             slot = lax.rem(jnp.maximum(position, 0), jnp.int32(block_size))
             for first, halves in zip(firsts, loaded, strict=True):
                 store(cache_ref, (block, pl.ds(first, kv_rows), slot), halves)

@@ -16,8 +16,8 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 class MosaicSsd:
     """`api.SsdOp` on Hopper GPUs.
 
-    It is for one device. Over two, the compiler of JAX 0.11.2 crashes on the kernel for the delta
-    rule, within a shard_map.
+    It is for one device. Over two, the compiler of JAX 0.11.2 crashes on this kernel, within a
+    shard_map.
     """
 
     by_xla: XlaSsd  # what computes the other rows
