@@ -41,7 +41,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def shapes(op: str, tokens: int) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-    """Those of the operands, and of the states."""
+    """The shapes and types of the operands, and of the states."""
     if op == "delta":
         keys, heads = (tokens, 16, 128), (tokens, 32)
         operands = [(keys, F32), (keys, F32), ((*heads, 128), BF16), (heads, F32), (heads, F32)]
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def print_launches(launches: list[Launch], depth: int = 0) -> None:
-    """Those of each pass of a loop are under it."""
+    """Print them as a tree: under a loop stands what a pass of it launches."""
     for launch in launches:
         inside = len([*all_launches(x for branch in launch.branches for x in branch)])
         count = f" of {inside}" if inside else ""

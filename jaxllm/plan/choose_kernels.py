@@ -300,8 +300,7 @@ def choose_add_norm(chip: Chip, num_shards: int) -> AddNorm | None:
 
 def _has_own_kernels(chip: Chip, num_shards: int) -> bool:
     """Whether kernels for Hopper can compute whole rows."""
-    is_hopper = (chip.compute_capability or (0,))[0] == 9
-    return is_hopper and num_shards == 1 and not why_no_mosaic_gpu()
+    return chip.is_hopper and num_shards == 1 and not why_no_mosaic_gpu()
 
 
 def free_padding(attention: MixerBackend, matmul: Matmul, dtype: Any) -> int:

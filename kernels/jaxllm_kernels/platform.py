@@ -105,6 +105,11 @@ class Chip:
     # Those of steps of many tokens, in addition.
     options_of_many_tokens: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a GPU for which our own kernels are written."""
+        return self.platform == "gpu" and (self.compute_capability or (0,))[0] == 9
+
     def step_options(self, num_tokens: int) -> tuple[tuple[str, str], ...]:
         """What steps of a number of tokens have beside `compiler_options`."""
         return self.options_of_many_tokens if num_tokens > _FEW_TOKENS else ()

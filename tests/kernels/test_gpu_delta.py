@@ -13,11 +13,12 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.gpu_parts import columns_of_part
 from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.recurrent.scan import AtOnce
 
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
-OP = MosaicDelta(by_xla=XlaDelta(at_once=8, tiles_at_once=2), interpret=True)
+OP = MosaicDelta(by_xla=XlaDelta(at_once=AtOnce(8, 2)), interpret=True)
 LAYERS = {
     "usual": Layer(num_key_heads=1, num_heads=2, key_size=32, value_size=32),
     # Of three parts.
@@ -67,7 +68,7 @@ def test_decodes_alone_change_their_states(layer):
     )
     rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
     (out, after), (right, expected) = (
-        jax.jit(op)(*operands, state, rows) for op in (OP, XlaDelta(at_once=8))
+        jax.jit(op)(*operands, state, rows) for op in (OP, XlaDelta(at_once=AtOnce(8)))
     )
     np.testing.assert_allclose(out[1:3], right[1:3], atol=1e-5)
     np.testing.assert_array_equal(out[jnp.array([0, 3])], 0)

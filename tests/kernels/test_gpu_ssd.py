@@ -10,6 +10,7 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.gpu_parts import rows_of_part
 from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.recurrent.scan import AtOnce
 from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error
 from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
@@ -17,7 +18,7 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
-OP = MosaicSsd(by_xla=XlaSsd(at_once=8, tiles_at_once=2), interpret=True)
+OP = MosaicSsd(by_xla=XlaSsd(at_once=AtOnce(8, 2)), interpret=True)
 LAYERS = {
     "usual": Layer(num_groups=1, num_heads=2, head_size=32, state_size=32),
     "of two parts": Layer(num_groups=2, num_heads=2, head_size=128, state_size=128),
@@ -62,7 +63,7 @@ def test_decodes_alone_change_their_states():
     rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
     (out, after), (right, expected) = (
         jax.jit(op)(*operands, jnp.asarray(layer.rate), state, rows)
-        for op in (OP, XlaSsd(at_once=8))
+        for op in (OP, XlaSsd(at_once=AtOnce(8)))
     )
     np.testing.assert_allclose(out[1:3], right[1:3], atol=1e-5)
     np.testing.assert_array_equal(out[jnp.array([0, 3])], 0)

@@ -285,21 +285,17 @@ def test_tokens_that_see_no_later_ones_are_as_without():
 
 
 _ONLY_DECODES = ((1, 1), (1, 3), (1, 20))
+_BESIDE_CHUNKS = (*_ONLY_DECODES, (5, 37), (8, 40), (3, 3), (30, 45))
 
 
 # By heads, or, where there is one, by steps.
 @pytest.mark.parametrize(
     ("num_kv_heads", "name", "rows"),
     [
-        (1, "mixed", (*_ONLY_DECODES, (5, 37), (8, 40), (3, 3), (30, 45))),
+        (1, "mixed", _BESIDE_CHUNKS),
         (2, "decodes", _ONLY_DECODES),
-        *(
-            pytest.param(num_kv_heads, name, rows, marks=pytest.mark.sweep)
-            for num_kv_heads, name, rows in (
-                (2, "mixed", (*_ONLY_DECODES, (5, 37), (8, 40), (3, 3), (30, 45))),
-                (1, "decodes", _ONLY_DECODES),
-            )
-        ),
+        pytest.param(2, "mixed", _BESIDE_CHUNKS, marks=pytest.mark.sweep),
+        pytest.param(1, "decodes", _ONLY_DECODES, marks=pytest.mark.sweep),
     ],
 )
 def test_work_is_split_between_two_cores(num_kv_heads, name, rows):

@@ -10,6 +10,7 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.recurrent.scan import AtOnce
 
 pytestmark = pytest.mark.usefixtures("no_races")
 
@@ -65,7 +66,8 @@ def test_rows_without_a_slot_change_no_state(slots):
     )
     rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
     (out, after), (right, expected) = (
-        jax.jit(op)(*map(jnp.asarray, operands), state, rows) for op in (OP, XlaDelta(at_once=8))
+        jax.jit(op)(*map(jnp.asarray, operands), state, rows)
+        for op in (OP, XlaDelta(at_once=AtOnce(8)))
     )
     its = [row for row in range(num_rows - 1) if slots[row] < num_slots]
     np.testing.assert_allclose(out[jnp.array(its, int)], right[jnp.array(its, int)], atol=1e-5)

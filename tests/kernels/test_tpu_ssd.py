@@ -7,6 +7,7 @@ import pytest
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
+from jaxllm_kernels.recurrent.scan import AtOnce
 from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error
 from jaxllm_kernels.ssd.tpu import TpuSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
@@ -66,7 +67,7 @@ def test_rows_without_a_slot_change_no_state():
     )
     rows = prepare_rows(batch, jnp.array(slots), num_tokens=num_rows, num_slots=num_slots)
     (out, after), (right, expected) = (
-        jax.jit(op)(*operands, state, rows) for op in (OP, XlaSsd(at_once=8))
+        jax.jit(op)(*operands, state, rows) for op in (OP, XlaSsd(at_once=AtOnce(8)))
     )
     its = jnp.array([row for row in range(num_rows - 1) if slots[row] < num_slots])
     np.testing.assert_allclose(out[its], right[its], rtol=1e-5, atol=1e-5)

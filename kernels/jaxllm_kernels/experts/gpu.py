@@ -74,9 +74,7 @@ class MosaicExperts:
         """Raise ValueError if the kernels do not compute experts of these sizes, as on one
         device."""
         # Check the chip first: another version of JAX would not help an A100.
-        if not self.interpret and (
-            chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
-        ):
+        if not (self.interpret or chip.is_hopper):
             raise ValueError(f"it runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
         if why := why_no_mosaic_gpu():
             raise ValueError(f"it {why}")

@@ -22,13 +22,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.scan import (
-    Chunk,
-    Decodes,
-    decodes_at_once,
-    scan_rows,
-    tiles_at_once,
-)
+from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, scan_rows
 
 # Tokens of a block of the triangular system. Blocks on the diagonal are inverted as a whole.
 _BLOCK = 16
@@ -39,14 +33,11 @@ class XlaDelta:
     """`api.DeltaOp` on every platform."""
 
     name: str = "xla"
-    at_once: int = 1  # decodes of an iteration
-    tiles_at_once: int = 1  # prepared together
+    at_once: AtOnce = AtOnce()
 
     def tuned_for(self, chip: Chip) -> "XlaDelta":
         """Return the op with its tunables chosen for a chip."""
-        return dataclasses.replace(
-            self, at_once=decodes_at_once(chip), tiles_at_once=tiles_at_once(chip)
-        )
+        return dataclasses.replace(self, at_once=AtOnce.on(chip))
 
     def __call__(
         self,
@@ -69,7 +60,6 @@ class XlaDelta:
             rows,
             out_shape=v.shape[1:],
             at_once=self.at_once,
-            tiles_at_once=self.tiles_at_once,
             decodes=decodes,
         )
 
@@ -107,7 +97,7 @@ def _prepare(operands: Any) -> Any:
     return (
         jnp.concatenate([since_start * k, since_start * q], axis=1),  # [N, 2 C, K]
         v,
-        # Times the difference between values and what the state has for their keys: the changes.
+        # This matrix makes the changes out of how far values are from what the state has for keys.
         _invert(beta * jnp.tril(keys, -1)) * beta.swapaxes(1, 2),
         jnp.tril(queries),
         until_end * k,

@@ -68,9 +68,7 @@ class MosaicGpuLatentBackend:
         def refuse(why: str, change: str = "set --attention-backend xla"):
             raise ValueError(f"attention backend {self.name} {why}; {change}")
 
-        if not self.interpret and (
-            chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
-        ):
+        if not (self.interpret or chip.is_hopper):
             refuse(f"runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
         if why := why_no_mosaic_gpu():
             refuse(why)

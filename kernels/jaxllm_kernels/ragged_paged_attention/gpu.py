@@ -104,9 +104,7 @@ class MosaicGpuBackend:
             raise ValueError(f"attention backend {self.name} {why}; {change}")
 
         # Check the chip first: another version of JAX would not help an A100.
-        if not self.interpret and (
-            chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9
-        ):
+        if not (self.interpret or chip.is_hopper):
             refuse(f"runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
         if why := why_no_mosaic_gpu():
             refuse(why)

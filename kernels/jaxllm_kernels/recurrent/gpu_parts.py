@@ -28,7 +28,7 @@ SKIP = -1
 
 def check_chip(chip: Chip) -> None:
     """Raise ValueError unless the kernels run on a chip."""
-    if chip.platform != "gpu" or (chip.compute_capability or (0,))[0] != 9:
+    if not chip.is_hopper:
         raise ValueError(f"it runs on Hopper GPUs (compute capability 9.0), not on {chip.name}")
     if why := why_no_mosaic_gpu():
         raise ValueError(f"it {why}")

@@ -10,7 +10,7 @@ for many tiles at once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +56,16 @@ class Decodes(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def decodes_at_once(chip: Chip) -> int:
-    """How many decodes an iteration takes on a chip."""
-    return 1 if chip.platform == "cpu" else _DECODES_AT_ONCE
+class AtOnce(NamedTuple):
+    """How much an iteration takes."""
 
+    decodes: int = 1
+    tiles: int = 1  # They are prepared together, and then computed one by one.
 
-def tiles_at_once(chip: Chip) -> int:
-    """How many tiles are prepared together on a chip."""
-    return 1 if chip.platform == "cpu" else _TILES_AT_ONCE
+    @classmethod
+    def on(cls, chip: Chip) -> "AtOnce":
+        """What is best on a chip."""
+        return cls() if chip.platform == "cpu" else cls(_DECODES_AT_ONCE, _TILES_AT_ONCE)
 
 
 def scan_rows(
@@ -74,31 +76,29 @@ def scan_rows(
     rows: StateRows,
     *,
     out_shape: tuple[int, ...],
-    at_once: int,
-    tiles_at_once: int,
+    at_once: AtOnce,
     decodes: Decodes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute all rows; return the outputs, float32 [T, *out_shape], and the states [S, ...].
 
-    `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `at_once` is
-    the number of decodes of an iteration, `tiles_at_once` that of tiles which are prepared
-    together. `decodes` computes all decodes in place of that loop.
+    `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `decodes`
+    computes all decodes in place of a loop.
     """
     num_tokens = len(rows.token_rows)
     of_tokens = operands
     operands, out = _beside_tiles(operands, rows, out_shape)
-    at_once = min(at_once, num_tokens, len(rows.slots))
+    num_decodes = min(at_once.decodes, num_tokens, len(rows.slots))
     if decodes is None:
-        carried = _run_decodes(step, operands, (state, out), rows, at_once)
+        carried = _run_decodes(step, operands, (state, out), rows, num_decodes)
     else:
         y, state = decodes(of_tokens, state, rows)
         is_decode = jnp.arange(len(y)) < rows.num_decodes
         carried = state, out.at[: len(y)].set(jnp.where(_beside(is_decode, y), y, 0))
     if rows.tiles is not None:
-        carried = _run_tiles(chunk, operands, carried, rows, rows.tiles, tiles_at_once)
+        carried = _run_tiles(chunk, operands, carried, rows, rows.tiles, at_once.tiles)
     if rows.drafts is not None:
         # Behind the tiles, which write past their tokens.
-        carried = _run_drafts(step, operands, carried, rows, rows.drafts, at_once)
+        carried = _run_drafts(step, operands, carried, rows, rows.drafts, num_decodes)
     state, out = carried
     return out[:num_tokens], state
 

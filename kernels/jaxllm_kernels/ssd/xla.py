@@ -19,13 +19,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import (
-    Chunk,
-    Decodes,
-    decodes_at_once,
-    scan_rows,
-    tiles_at_once,
-)
+from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, scan_rows
 
 
 @dataclass(frozen=True)
@@ -33,14 +27,11 @@ class XlaSsd:
     """`api.SsdOp` on every platform."""
 
     name: str = "xla"
-    at_once: int = 1  # decodes of an iteration
-    tiles_at_once: int = 1  # prepared together
+    at_once: AtOnce = AtOnce()
 
     def tuned_for(self, chip: Chip) -> "XlaSsd":
         """Return the op with its tunables chosen for a chip."""
-        return dataclasses.replace(
-            self, at_once=decodes_at_once(chip), tiles_at_once=tiles_at_once(chip)
-        )
+        return dataclasses.replace(self, at_once=AtOnce.on(chip))
 
     def __call__(
         self,
@@ -63,7 +54,6 @@ class XlaSsd:
             rows,
             out_shape=x.shape[1:],
             at_once=self.at_once,
-            tiles_at_once=self.tiles_at_once,
             decodes=decodes,
         )
 
