@@ -107,7 +107,7 @@ class RowWork(NamedTuple):
     first: jax.Array  # its first token
     length: jax.Array
     num_kept: jax.Array  # the state that it leaves is that after so many tokens
-    count: jax.Array  # [1]: how many rows are computed
+    num_rows: jax.Array  # [1]: how many rows are computed
 
 
 def work_of_rows(rows: StateRows, num_slots: int) -> RowWork:

@@ -132,7 +132,7 @@ def run_rows(
             if not has_drafts:
                 store_unoptimized(matrix_ref, held)
 
-        num_items = work_ref.count[0] * (num_heads * num_parts)
+        num_items = work_ref.num_rows[0] * (num_heads * num_parts)
         ahead = num_items - lax.axis_index("worker") + num_workers - 1
         lax.fori_loop(jnp.int32(0), lax.div(ahead, jnp.int32(num_workers)), run_item, None)
 
