@@ -250,7 +250,7 @@ class Scheduler:
         add_decode = draft.decodes.append
         drafting = self._drafting
         if drafting is not None:
-            drafting.begin(running, budget)
+            drafting.begin(running)
         num_drafts = index = 0
         while index < len(running) and budget:
             request = running[index]
@@ -265,7 +265,7 @@ class Scheduler:
                 if n == 0:
                     continue
             elif drafting is not None:
-                num_drafts = drafting.draft(request)
+                num_drafts = drafting.draft(request, budget - 1 - (len(running) - index))
                 n += num_drafts
             if num_computed + n > request.room:
                 if not self._make_room(request, num_computed + n, running):

@@ -61,19 +61,17 @@ class Drafting:
         self._stats = stats
         stats.num_accepted_by_place = [0] * speculation.num_drafts
         self._most = 0  # drafts of a row in the step that is planned
-        self._spare = 0  # tokens of its budget that no running request needs
         # Of the step that is taken in.
         self._num_drafts: list[int] = []
         self._num_accepted: list[int] = []
         self._num_proposed: list[int] = []
         self._drafted: DraftedResult | None = None
 
-    def begin(self, running: Sequence[Request], budget: int) -> None:
+    def begin(self, running: Sequence[Request]) -> None:
         """Begin to plan a step."""
         num_running = len(running)
         in_table = 0 < num_running <= len(self._by_requests)
         self._most = self._by_requests[num_running - 1] if in_table else 0
-        self._spare = budget - num_running
         if self._reader is not None:
             self._reader.begin()
         if not self._most:
@@ -89,13 +87,13 @@ class Drafting:
         if gain < _MIN_GAIN * num_running:
             self._most = 0
 
-    def draft(self, request: Request) -> int:
-        """Count drafts behind the newest token of a request, and return how many there are."""
-        count = self._count(request)
+    def draft(self, request: Request, spare: int) -> int:
+        """Count drafts behind the newest token of a request, and return how many there are. `spare`
+        is what the step has left of its budget beside a token for each running request."""
+        count = self._count(request, spare)
         request.num_drafts = count
         if not count:
             return 0
-        self._spare -= count
         request.num_tokens += count
         request.num_uncertain += count
         return count
@@ -109,13 +107,13 @@ class Drafting:
         if self._reader is not None:
             self._reader.forget()
 
-    def _count(self, request: Request) -> int:
+    def _count(self, request: Request, spare: int) -> int:
         """How many drafts a request gets behind its newest token."""
         if not self._most or request.draft_pause or not self._may_draft(request):
             return 0
         if self._waits_for_proposals and not request.num_proposed:
             return 0
-        count = min(self._most, self._spare, request.max_num_tokens - request.num_tokens - 1)
+        count = min(self._most, spare, request.max_num_tokens - request.num_tokens - 1)
         if self._reader is not None:
             count = min(count, self._reader.most_drafts(request))
         end = request.num_computed_tokens + 1 + count

@@ -179,6 +179,32 @@ def test_nobody_drafts_in_a_crowd(make_engine, make_request):
     assert engine.stats.num_accepted_tokens > 0
 
 
+def test_drafts_get_what_chunks_leave(make_engine, make_request):
+    """A chunk that runs before rows with drafts takes more than the one token of a decode."""
+    budget = 13
+    engine = make_engine(
+        depth=0,
+        max_num_seqs=4,
+        num_blocks=64,
+        max_num_batched_tokens=budget,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_token_threshold=5,
+        speculation=speculation(3),
+        is_right=always,
+    )
+    engine.device.rng = type("Always", (), {"random": lambda self: 0.0})()
+    engine.add(make_request("long", 40, 2))
+    for number in range(3):
+        engine.add(make_request(f"{number}", 2, 20))
+    beside_a_chunk = []
+    while engine.received:
+        schedule = engine.step()
+        if schedule.num_drafts is not None and 5 in schedule.num_tokens:
+            beside_a_chunk.append(schedule.total_tokens)
+    # Two rows have three drafts each, and the third has none.
+    assert max(beside_a_chunk) == budget
+
+
 def test_few_proposals_are_not_worth_a_step(make_engine, make_request):
     """One request of four has proposals: a step with drafts would take longer for the others."""
     engine = make_engine(depth=0, max_num_seqs=4, speculation=speculation(up_to=4), num_blocks=64)
