@@ -26,7 +26,7 @@ from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 from jaxllm_kernels.topology import topology_devices
 
-from jaxllm.programs.launches import Launch, all_launches, parse
+from jaxllm.programs.launches import Launch, all_launches, read_listing
 
 CHIP = CHIPS["h200"]
 NUM_ROWS, NUM_SLOTS = 64, 96
@@ -86,14 +86,10 @@ def main() -> None:
         [array(*operand) for operand in operands], array(*state), *counts
     )
     options = dict((*CHIP.compiler_options, *CHIP.step_options(args.tokens)))
-    launches: list[Launch] = []
     with tempfile.TemporaryDirectory() as folder:
         lowered = traced.lower(lowering_platforms=("cuda",))
         compiled = lowered.compile({**options, "xla_dump_to": folder})
-        # XLA writes the second only if it makes a command buffer of the first.
-        for name in ("thunk_sequence", "thunk_sequence_after_thunk_passes"):
-            for listing in Path(folder).glob(f"*{name}.txt"):
-                launches = parse(listing.read_text())
+        launches = read_listing(Path(folder))
     memory = compiled.memory_analysis()
     print(f"temporaries {memory.temp_size_in_bytes / 2**20:.2f} MiB, of states in place "
           f"{memory.alias_size_in_bytes / 2**20:.1f} MiB")  # fmt: skip

@@ -37,8 +37,16 @@ def compile_and_list(
     program = dataclasses.replace(program, compiler_options=options)
     lowered = program.lower()
     compiled = program.compile(lowered)
-    (listing,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    return lowered, compiled, parse(listing.read_text())
+    return lowered, compiled, read_listing(folder)
+
+
+def read_listing(folder: Path) -> list[Launch]:
+    """The outermost launches of the program whose dumps are in a folder."""
+    # XLA writes the first only if it makes a command buffer of the second.
+    for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
+        for listing in folder.glob(f"*{name}.txt"):
+            return parse(listing.read_text())
+    raise FileNotFoundError(f"XLA has listed no launches in {folder}")
 
 
 def parse(listing: str) -> list[Launch]:

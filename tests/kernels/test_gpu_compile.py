@@ -231,11 +231,12 @@ FEATURES = {
     "window_and_cap_of_8_bits": (config_of(256, **WINDOW_AND_CAP, kv_dtype="int8"), "bfloat16"),
     "group_of_8": (config_of(64, sliding_window=128, num_heads=64), "bfloat16"),
     "group_of_7": (config_of(128, num_heads=28, num_kv_heads=4), "bfloat16"),
+    "group_of_16": (config_of(128, num_kv_heads=2), "bfloat16"),
     "group_of_32": (config_of(256, num_kv_heads=1), "bfloat16"),
     "float16_of_8_bits": (config_of(256, kv_dtype="float8_e4m3fn"), "float16"),
 }
 # Where registers are scarcest.
-_FAST_FEATURES = {"window_and_cap_of_8_bits", "group_of_32", "float16_of_8_bits"}
+_FAST_FEATURES = {"window_and_cap_of_8_bits", "group_of_16", "group_of_32", "float16_of_8_bits"}
 
 
 @pytest.mark.parametrize(

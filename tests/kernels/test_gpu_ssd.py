@@ -1,4 +1,7 @@
-"""Mamba2 on GPUs, emulated on a CPU: results, races, and rows that are skipped."""
+"""Mamba2 on GPUs, emulated on a CPU: results, races, rows that are skipped, and borders of
+chunks."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +10,19 @@ import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
-from jaxllm_kernels.recurrent.cases import CASES
-from jaxllm_kernels.recurrent.gpu_parts import rows_of_part
+from jaxllm_kernels.recurrent.cases import CASES, Case
+from jaxllm_kernels.recurrent.gpu_parts import rows_in_turn, rows_of_part
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.recurrent.scan import AtOnce
-from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error
+from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error, outputs
 from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
-OP = MosaicSsd(by_xla=XlaSsd(at_once=AtOnce(8, 2)), interpret=True)
+# Fewer workers than there are items, each of which then has several.
+OP = MosaicSsd(num_workers=3, interpret=True)
 LAYERS = {
     "usual": Layer(num_groups=1, num_heads=2, head_size=32, state_size=32),
     "of two parts": Layer(num_groups=2, num_heads=2, head_size=128, state_size=128),
@@ -35,7 +39,11 @@ def no_races(capfd):
 @needs_mosaic
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("name", "layer"), [*((name, "usual") for name in CASES), ("decodes", "of two parts")]
+    ("name", "layer"),
+    [
+        *((name, "usual") for name in CASES),
+        *((name, "of two parts") for name in ("decodes", "borders of tiles", "drafts")),
+    ],
 )
 def test_cases(name, layer):
     assert error(OP, name, LAYERS[layer]) < TOLERANCE
@@ -71,6 +79,69 @@ def test_decodes_alone_change_their_states():
     np.testing.assert_array_equal(after[jnp.array([1, 3])], state[jnp.array([1, 3])])
 
 
+@functools.cache
+def run_mixed(op, num_tokens):
+    """The outputs, and the states after and before, of a decode and rows of 40, 2, 3 and no tokens.
+    The row of 2 has no slot, and that of 3 begins its request."""
+    layer, num_slots, lengths = LAYERS["usual"], 6, np.array([1, 40, 2, 3, 0])
+    random = np.random.default_rng(0)
+    shape = (num_slots, layer.num_heads, layer.head_size, layer.state_size)
+    state = jnp.asarray(random.normal(size=shape), jnp.float32).at[0].set(jnp.nan)
+    total = lengths.sum()
+    operands = []
+    for drawn in draw(layer, random, total):
+        padding = [(0, num_tokens - total), *[(0, 0)] * (drawn.ndim - 1)]
+        operands.append(jnp.pad(jnp.asarray(drawn), padding, constant_values=jnp.nan))
+    starts = np.concatenate([[0], lengths.cumsum()])
+    batch = RaggedBatch(
+        query_starts=jnp.asarray(starts, jnp.int32),
+        context_lens=jnp.array([9, 90, 9, 3, 0]),
+        block_tables=jnp.zeros((len(lengths), 0), jnp.int32),
+        num_decodes=jnp.int32(1),
+        block_size=1,
+        decode_only=False,
+    )
+    rows = prepare_rows(
+        batch, jnp.array([4, 2, 9, 0, 1]), num_tokens=num_tokens, num_slots=num_slots
+    )
+    computed = jax.jit(op)(*operands, jnp.asarray(layer.rate), state, rows)
+    return *jax.block_until_ready(computed), state
+
+
+@needs_mosaic
+@pytest.mark.parametrize("num_tokens", [46, 50])
+def test_rows_of_several_tokens_change_their_states(num_tokens):
+    """With and without padding, and a row that has tokens and no slot."""
+    out, after, before = run_mixed(OP, num_tokens)
+    right, expected, _ = run_mixed(XlaSsd(at_once=AtOnce(8, 2)), num_tokens)
+    computed = np.r_[:41, 43:46]
+    np.testing.assert_allclose(out[computed], right[computed], atol=1e-5)
+    np.testing.assert_array_equal(np.delete(out, computed, axis=0), 0)
+    own = np.array([4, 2, 0])
+    np.testing.assert_allclose(after[own], expected[own], atol=1e-5)
+    others = np.array([1, 3, 5])
+    np.testing.assert_array_equal(after[others], before[others])
+
+
+@needs_mosaic
+@pytest.mark.sweep
+@pytest.mark.parametrize("cut", [2, 31, 32, 33, 63, 64, 65])
+def test_borders_of_chunks_change_no_bit(cut):
+    whole = Case(steps=(((0, 130),),))
+    cut = Case(steps=(((0, cut),), ((0, 130 - cut),)))
+    (in_pieces,), (at_once,) = (
+        outputs(OP, case, LAYERS["usual"]).values() for case in (cut, whole)
+    )
+    np.testing.assert_array_equal(in_pieces, at_once)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"), [(64, 128, 32), (64, 256, 32), (128, 128, 32), (96, 64, 32)]
+)
+def test_a_part_that_goes_from_token_to_token_is_smaller(rows, columns, expected):
+    assert rows_in_turn(rows, columns) == expected
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "expected"),
     [(64, 128, 64), (128, 128, 64), (64, 256, 32), (80, 96, 80), (32, 32, 32)],
@@ -79,12 +150,14 @@ def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
     assert rows_of_part(rows, columns) == expected
 
 
+# The last three are refused for rows of several tokens alone.
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(64, 100), (40, 128), (8, 128), (16, 32), (16, 1024)]
+    ("rows", "columns"),
+    [*((64, 100), (40, 128), (8, 128), (16, 32), (16, 1024)), *((80, 96), (16, 128), (32, 512))],
 )
 def test_other_states_are_refused(rows, columns):
     with pytest.raises(ValueError, match=f"no part of a state of {rows} x {columns}"):
-        MosaicSsd(by_xla=XlaSsd()).check(rows, columns)
+        MosaicSsd().check(rows, columns)
 
 
 def test_tpus_are_refused():

@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.gated_delta.gpu import MosaicDelta
-from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
-from jaxllm_kernels.recurrent.scan import AtOnce
 from jaxllm_kernels.ssd.gpu import MosaicSsd
-from jaxllm_kernels.ssd.xla import XlaSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -56,7 +53,7 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
 def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     ops = ops_for(H200, tmp_path, "qwen3_5", **DELTA_SIZES)
     assert ops.conv.name == "xla"
-    assert ops.delta == MosaicDelta(by_xla=XlaDelta(at_once=AtOnce(32, 8)))
+    assert ops.delta == MosaicDelta(num_workers=528)
     assert str(ops) == "'xla' and 'mosaic_sm90'"
     assert "of recurrent layers" not in caplog.text
 
@@ -64,7 +61,7 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
 @needs_mosaic
 def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
     ops = ops_for(H200, tmp_path, "mamba2", **MAMBA2_SIZES)
-    assert ops.ssd == MosaicSsd(by_xla=XlaSsd(at_once=AtOnce(32, 8)))
+    assert ops.ssd == MosaicSsd(num_workers=528)
     assert "of recurrent layers" not in caplog.text
 
 

@@ -1,14 +1,18 @@
-"""The gated delta rule on Hopper GPUs: decodes by a Mosaic kernel, drafts and tiles by XLA."""
+"""The gated delta rule on Hopper GPUs: a Mosaic kernel for decodes, one for all other rows."""
 
-import functools
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm_kernels.compat import gpu_interpret_params
-from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.recurrent.gpu_parts import check_chip, columns_of_part
+from jaxllm_kernels.recurrent.gpu_parts import (
+    BLOCKS_OF_CORE,
+    check_chip,
+    columns_in_turn,
+    columns_of_part,
+)
 from jaxllm_kernels.recurrent.rows import StateRows
 
 
@@ -20,20 +24,22 @@ class MosaicDelta:
     rule, within a shard_map.
     """
 
-    by_xla: XlaDelta  # what computes the other rows
     name: str = "mosaic_sm90"
-    # Emulate the kernel on a CPU, with a race detector.
+    # Thread blocks of the kernel for rows of several tokens.
+    num_workers: int = 132 * BLOCKS_OF_CORE
+    # Emulate the kernels on a CPU, with a race detector.
     interpret: bool = False
 
     @classmethod
     def tuned_for(cls, chip: Chip) -> "MosaicDelta":
-        """The op for a chip; raises ValueError if the kernel does not run on it."""
+        """The op for a chip; raises ValueError if the kernels do not run on it."""
         check_chip(chip)
-        return cls(by_xla=XlaDelta().tuned_for(chip))
+        return cls(num_workers=chip.num_cores * BLOCKS_OF_CORE)
 
     def check(self, key_size: int, value_size: int) -> None:
-        """Raise ValueError if the kernel does not compute heads of these sizes."""
+        """Raise ValueError if the kernels do not compute heads of these sizes."""
         columns_of_part(key_size, value_size)
+        columns_in_turn(key_size, value_size)
 
     def __call__(
         self,
@@ -47,7 +53,14 @@ class MosaicDelta:
     ) -> tuple[jax.Array, jax.Array]:
         # Importing Mosaic takes long, and not every JAX has it.
         from jaxllm_kernels.gated_delta.gpu_decode import run_decodes
+        from jaxllm_kernels.gated_delta.gpu_rows import run_rows
 
         interpret = gpu_interpret_params() if self.interpret else False
-        decodes = functools.partial(run_decodes, interpret=interpret)
-        return self.by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)
+        operands = q, k, v, log_decay, beta
+        out, state = run_decodes(operands, state, rows, interpret=interpret)
+        out = jnp.pad(out, ((0, len(v) - len(out)), (0, 0), (0, 0)))
+        if rows.tiles is None and rows.drafts is None:
+            return out, state
+        return run_rows(
+            operands, out, state, rows, num_workers=self.num_workers, interpret=interpret
+        )

@@ -325,8 +325,10 @@ def _attend_items(
                     # garbage, and are never read.
                     shape = (block_tokens, short_columns)
                     token = lax.rem(_iota(short_columns, PER_COLUMN), jnp.int32(SHORT_ROW))
-                    query = over_rows(position - first_key + token, block_tokens)
-                    key = lax.broadcast_in_dim(_iota(block_tokens, _PER_KEY), shape, [0])
+                    query = over_rows(position + token, block_tokens)
+                    # A thread has fewer keys than columns, so the keys move with the block.
+                    keys = first_key + _iota(block_tokens, _PER_KEY)
+                    key = lax.broadcast_in_dim(keys, shape, [0])
                     if config.sliding_window is None:
                         return key <= query
                     # Negative distances are large without a sign.

@@ -6,6 +6,7 @@ multiprocessor. While one of them computes, others load and write.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,13 @@ LANE_ROWS = 4
 _PART = 64 * WARPS * LANES
 # What is in place of a row's slot if there is nothing to compute.
 SKIP = -1
+# Where a part goes from token to token: lanes that share a sum, which takes them three steps.
+TURN_LANES = 8
+# Numbers of such a part, if its smallest size allows. A thread holds 32 of them, beside as many of
+# keys and queries.
+_TURN_PART = 32 * WARPS * LANES
+# Thread blocks of a multiprocessor. While sums of one are on their way, the others compute.
+BLOCKS_OF_CORE = 4
 
 
 def check_chip(chip: Chip) -> None:
@@ -60,6 +68,65 @@ def rows_of_part(num_rows: int, num_columns: int) -> int:
     if too_many or too_few or rows % (WARPS * LANE_ROWS) or num_columns % beside:
         raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
     return rows
+
+
+def columns_in_turn(num_rows: int, num_columns: int) -> int:
+    """How many columns of a matrix a part has that goes from token to token, where sums are over
+    rows. Raise ValueError if no parts that a warpgroup can hold make up the matrix."""
+    columns = _own_in_turn(num_rows, num_columns)
+    if columns is None:
+        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+    return columns
+
+
+def rows_in_turn(num_rows: int, num_columns: int) -> int:
+    """How many rows such a part has, where sums are over columns."""
+    rows = _own_in_turn(num_columns, num_rows)
+    if rows is None:
+        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+    return rows
+
+
+def _own_in_turn(num_summed: int, num_cut: int) -> int | None:
+    """How much a part has of the axis that is cut. Of the other one a thread has whole vectors."""
+    # A thread has two or more: Mosaic has no such layout of single ones.
+    least = 2 * WARPS * LANES // TURN_LANES
+    own = math.gcd(num_cut, 2 * least)
+    while num_summed * own > _TURN_PART and own > least:
+        own //= 2
+    fits = own >= least and num_summed * own <= 2 * _TURN_PART
+    return own if fits and num_summed % (VECTOR * TURN_LANES) == 0 else None
+
+
+class RowWork(NamedTuple):
+    """The rows that are no decodes: int32 [R], the longest first. Behind the last stand rows that
+    are not computed."""
+
+    slot: jax.Array
+    begins: jax.Array  # 1 if the row begins its request, else 0
+    first: jax.Array  # its first token
+    length: jax.Array
+    num_kept: jax.Array  # the state that it leaves is that after so many tokens
+    num_rows: jax.Array  # [1]: how many rows are computed
+
+
+def work_of_rows(rows: StateRows, num_slots: int) -> RowWork:
+    """List the rows that a kernel computes token by token."""
+    is_decode = jnp.arange(len(rows.slots)) < rows.num_decodes
+    runs = ~is_decode & (rows.lengths > 0) & (rows.slots >= 0) & (rows.slots < num_slots)
+    order = jnp.argsort(jnp.where(runs, -rows.lengths, 1))
+    slot, begins, first, length, num_kept = (
+        x[order].astype(jnp.int32)
+        for x in (rows.slots, rows.begins, rows.query_starts[:-1], rows.lengths, rows.num_kept)
+    )
+    return RowWork(
+        slot=slot,
+        begins=begins,
+        first=first,
+        length=length,
+        num_kept=num_kept,
+        num_rows=jnp.sum(runs, dtype=jnp.int32)[None],
+    )
 
 
 def places_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> jax.Array:
