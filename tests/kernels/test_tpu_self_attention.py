@@ -8,6 +8,7 @@ import pytest
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.cases import CASES, TOLERANCES, Case, error
+from jaxllm_kernels.ragged_self_attention.reference import ReferenceSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, KernelSizes, choose_sizes
 
@@ -48,13 +49,17 @@ def test_cases(name):
             for dtype in TOLERANCES
             for op in (OP, TWO_CORES)
             if (name, dtype, op) != ("two keys' queries in parts", "bfloat16", OP)
+            # In float32 some of them do not fit into the memory of a core of a v4.
+            if (dtype, op) != ("float32", TWO_CORES)
         ),
     ],
     ids=lambda value: value.chip if isinstance(value, TpuSelfAttention) else value,
 )
 def test_heads(name, dtype, op):
-    case = Case(lengths=LENGTHS, num_tokens=512, reach=None, **HEADS[name])
-    assert error(op, case, dtype) < TOLERANCES[dtype]
+    case = Case(lengths=LENGTHS, num_tokens=512, **HEADS[name])
+    # Sums over so large heads have larger errors in float32, whoever computes them.
+    of_reference = error(ReferenceSelfAttention(), case) if dtype == "float32" else 0.0
+    assert error(op, case, dtype) < max(TOLERANCES[dtype], 1.25 * of_reference)
 
 
 @emulated
