@@ -43,7 +43,7 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
         "bfloat16",
         None,
         num_shards,
-        is_encoder=False,
+        None,
     )
     assert ops is not None
     return ops
