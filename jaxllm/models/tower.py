@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.layers.state import StateOps
 from jaxllm.models.checkpoint_map import CheckpointMap
 
@@ -57,6 +58,11 @@ class TowerSpec(Protocol):
 
     # The class in transformers that makes its images, as preprocessor_config.json has it.
     processor: ClassVar[str]
+
+    @property
+    def attention(self) -> SelfAttentionSpec:
+        """The heads of its layers."""
+        ...
 
     @property
     def patch_size(self) -> int:

@@ -16,6 +16,7 @@ from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_self_attention.native import NativeSelfAttention
+from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
 from jaxllm_kernels.recurrent.copies import TpuCopies, XlaCopies
 from jaxllm_kernels.recurrent.tpu_blocks import check_slots
@@ -28,6 +29,7 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 from jaxllm.layers.gated_delta import GatedDeltaSpec
 from jaxllm.layers.kimi_delta import KimiDeltaSpec
 from jaxllm.layers.mamba import MambaSpec
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.layers.short_conv import ShortConvSpec
 from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.logging import init_logger
@@ -48,21 +50,21 @@ def choose_state_ops(
     dtype: Any,
     row_sums: RowSums | None,
     num_shards: int,
-    *,
-    is_encoder: bool,
+    encoder_tokens: int | None,
 ) -> StateOps | None:
     """The implementations of the ops of mixers without pages; None if the model has none of these.
-    `parts` are the abstract models of all stages. Convolutions on GPUs are XLA's, which copies no
-    states there."""
+    `parts` are the abstract models of all stages, `encoder_tokens` the largest step of an encoder,
+    and None of another model. Convolutions on GPUs are XLA's, which copies no states there."""
     configs = [config for part in parts for config in part.state_configs]
     if not configs:
         return None
-    if is_encoder:
-        if chip.platform != "cpu":
-            logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
-        return replace(encoder_ops(chip, library), row_sums=row_sums)
-    ops = replace(_ops_by_xla(chip), row_sums=row_sums)
     mixers = {mixer for layer in architecture.layers for mixer in layer.mixers}
+    if encoder_tokens is not None:
+        if chip.platform == "gpu":
+            logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
+        ops = encoder_ops(chip, library, dtype, num_shards, mixers, encoder_tokens)
+        return replace(ops, row_sums=row_sums)
+    ops = replace(_ops_by_xla(chip), row_sums=row_sums)
     kinds = {type(mixer) for mixer in mixers}
     load: dict[str, Callable[[], Any]] = {}
     if chip.platform == "tpu":
@@ -165,16 +167,56 @@ def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:
     return ssd
 
 
-def encoder_ops(chip: Chip, library: Library | NoLibrary) -> StateOps:
-    """The implementations for layers that keep nothing: those of encoders and of towers."""
+def encoder_ops(
+    chip: Chip,
+    library: Library | NoLibrary,
+    dtype: Any,
+    num_shards: int,
+    mixers: Iterable[Any],
+    max_num_tokens: int,
+    cuts: Callable[[int], bool] = lambda num_shards: True,
+) -> StateOps:
+    """The implementations for layers that keep nothing: those of encoders and of towers, for steps
+    of up to so many tokens. `cuts` says whether heads are cut over so many shards; otherwise each
+    device has all of them."""
     ops = _ops_by_xla(chip)
-    if chip.platform != "cpu" or isinstance(library, NoLibrary):
+    load: Callable[[], Any]
+    if chip.platform == "tpu":
+        heads = (dtype, num_shards, mixers, max_num_tokens)
+        load = functools.partial(_self_attention_on_tpu, chip, *heads, is_cut=cuts(num_shards))
+    elif chip.platform == "cpu" and not isinstance(library, NoLibrary):
+        load = functools.partial(NativeSelfAttention.load, library)
+    else:
         return ops
     try:
-        return replace(ops, self_attention=NativeSelfAttention.load(library))
+        return replace(ops, self_attention=load())
     except ValueError as error:
         logger.warning("self-attention: XLA's loops, since %s", error)
         return ops
+
+
+def _self_attention_on_tpu(
+    chip: Chip,
+    dtype: Any,
+    num_shards: int,
+    mixers: Iterable[SelfAttentionSpec],
+    max_num_tokens: int,
+    *,
+    is_cut: bool,
+) -> TpuSelfAttention:
+    """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
+    if num_shards > 1 and not is_cut:
+        raise ValueError("XLA does not repeat the kernel on devices that heads are not cut over")
+    attention = TpuSelfAttention(chip=chip.name)
+    for mixer in mixers:
+        attention.check(
+            num_tokens=max_num_tokens,
+            num_heads=mixer.num_heads // num_shards,
+            num_kv_heads=mixer.num_kv_heads // num_shards,
+            head_size=mixer.head_size,
+            dtype=dtype,
+        )
+    return attention
 
 
 def _ops_by_xla(chip: Chip) -> StateOps:

@@ -1,11 +1,11 @@
 """Decides whether an engine sees images, and what its tower needs."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm_kernels.native.library import Library, NoLibrary
-from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ValidationError, refused
@@ -16,7 +16,6 @@ from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import read_image_spec
 from jaxllm.media.processors.files import VideoWanted, Wanted
 from jaxllm.models.specs import Architecture
-from jaxllm.plan.choose_state_ops import encoder_ops
 
 logger = init_logger(__name__)
 
@@ -84,23 +83,30 @@ def with_images(
 
 def plan_images(
     spec: ImageSpec | None,
-    chip: Chip,
-    library: Library | NoLibrary,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
+    architecture: Architecture,
+    of_tower: Callable[..., StateOps],
+    limits: BatchLimits,
     max_model_len: int,
 ) -> ImagePlan | None:
     """The pool holds what a step can see, and at least two images of the largest size, so that one
-    follows the other without delay. An image with more tokens than a prompt is refused earlier."""
+    follows the other without delay. An image with more tokens than a prompt is refused earlier.
+    `of_tower` is `encoder_ops` of the plan's devices."""
     if spec is None:
         return None
-    _check_budget(spec, max_num_batched_tokens, max_num_seqs)
+    assert architecture.tower is not None
+    _check_budget(spec, limits.num_tokens, limits.num_rows)
     largest = min(spec.max_patches // spec.patches_per_token, max_model_len)
+    sizes = encoder_sizes(spec, largest * spec.patches_per_token)
     return ImagePlan(
         spec=spec,
-        num_rows=max(max_num_batched_tokens, 2 * largest),
-        sizes=encoder_sizes(spec, largest * spec.patches_per_token),
-        ops=encoder_ops(chip, library),
+        num_rows=max(limits.num_tokens, 2 * largest),
+        sizes=sizes,
+        ops=of_tower(
+            [architecture.tower.attention],
+            # A tile of patches may have a token for its class beside them.
+            sizes[-1] + sizes[-1] // spec.patches_per_unit,
+            architecture.cuts_tower,
+        ),
     )
 
 

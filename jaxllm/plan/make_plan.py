@@ -3,6 +3,7 @@
 Every choice that depends on the model, the platform or the memory is made and checked here, once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ from jaxllm.plan.choose_kernels import (
     load_native_kernels,
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
-from jaxllm.plan.choose_state_ops import choose_state_ops
+from jaxllm.plan.choose_state_ops import choose_state_ops, encoder_ops
 from jaxllm.plan.count_weights import count_weights
 from jaxllm.plan.draft_head import plan_draft_head
 from jaxllm.plan.draft_model import plan_draft_model
@@ -215,8 +216,9 @@ def make_plan(
     )
     is_invariant = model.batch_invariant
     row_sums = choose_row_sums(library, is_invariant=is_invariant)
+    encoder_tokens = max_num_batched_tokens if is_encoder else None
     state_ops = choose_state_ops(
-        chip, library, architecture, in_parts, dtype, row_sums, num_shards, is_encoder=is_encoder
+        chip, library, architecture, in_parts, dtype, row_sums, num_shards, encoder_tokens
     )
     matmul = choose_matmul(library, in_parts, num_shards, is_invariant=is_invariant)
     buckets = make_ladder(
@@ -229,9 +231,8 @@ def make_plan(
         speculation=speculation,
         has_decodes=pooling is None,
     )
-    images = plan_images(
-        image_spec, chip, library, max_num_batched_tokens, max_num_seqs, max_model_len
-    )
+    of_tower = functools.partial(encoder_ops, chip, library, dtype, num_shards)
+    images = plan_images(image_spec, architecture, of_tower, limits, max_model_len)
     embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
     samples_late = not model.skip_tokenizer_init and pooling is None
     vocab_size = architecture.vocab_size

@@ -18,13 +18,15 @@ from pathlib import Path
 
 import pytest
 from jaxllm_kernels.platform import CHIPS as CHIP_FACTS
+from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, choose_sizes
 
 RECORD = Path(__file__).with_name("tpu_bundles.json")
 KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
 LATENTS = tuple(f"latent_attention_{kind}" for kind in ("decode", "short", "prefill"))
 KERNELS += (*LATENTS, "experts_few", "experts_many", "delta_decode", "ssd_decode")
+KERNELS += ("self_attention",)
 # Those whose longest code is that of a block of what they read.
-WITH_BLOCKS = (*LATENTS, "delta_decode", "ssd_decode")
+WITH_BLOCKS = (*LATENTS, "delta_decode", "ssd_decode", "self_attention")
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -53,6 +55,8 @@ for num_tokens in (64, 2048):
     experts.compile_experts(model, num_tokens, devices[0])
 load("test_tpu_delta_compile").compile_delta(devices[0])
 load("test_tpu_ssd_compile").compile_mamba(devices[0])
+attention = load("test_tpu_self_attention_compile")
+attention.compile_layer(devices[0], attention.MODELS["MiniLM"], alone=True)
 """
 
 
@@ -145,6 +149,15 @@ def test_decodes_of_mamba2_are_computed_faster_than_states_are_moved(chip):
     moved = 2 * 32 * 64 * 128 * 4 / CHIP_FACTS[chip].hbm_bytes_per_second
     bundles = json.loads(RECORD.read_text())["chips"][chip]["ssd_decode"]["longest"]
     assert bundles / CLOCKS[chip] <= 0.7 * moved
+
+
+@pytest.mark.parametrize(("chip", "most"), [("v5e", 3.1), ("v6e", 2.2), ("v7x", 2.4)])
+def test_self_attention_takes_few_bundles_for_a_register_of_scores(chip, most):
+    # The longest code is that of a block of keys with masks, for the heads of a step.
+    heads, dtype = Heads(12, 12, 32), "bfloat16"
+    sizes = choose_sizes(4096, heads, dtype, CHIP_FACTS[chip])
+    bundles = json.loads(RECORD.read_text())["chips"][chip]["self_attention"]["longest"]
+    assert bundles <= most * sizes.heads * sizes.block * sizes.tile / 1024
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
         "bfloat16",
         None,
         num_shards,
-        is_encoder=False,
+        None,
     )
     assert ops is not None
     return ops
@@ -53,7 +53,7 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
 def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
     ops = ops_for(H200, tmp_path, "qwen3_5", **DELTA_SIZES)
     assert ops.conv.name == "xla"
-    assert ops.delta == MosaicDelta(num_workers=264)
+    assert ops.delta == MosaicDelta(num_workers=528)
     assert str(ops) == "'xla' and 'mosaic_sm90'"
     assert "of recurrent layers" not in caplog.text
 
@@ -61,7 +61,7 @@ def test_hopper_has_a_kernel_for_the_delta_rule(tmp_path, caplog):
 @needs_mosaic
 def test_hopper_has_a_kernel_for_mamba2(tmp_path, caplog):
     ops = ops_for(H200, tmp_path, "mamba2", **MAMBA2_SIZES)
-    assert ops.ssd == MosaicSsd(num_workers=264)
+    assert ops.ssd == MosaicSsd(num_workers=528)
     assert "of recurrent layers" not in caplog.text
 
 

@@ -4,10 +4,10 @@ A thread block has some columns of a head's matrix, which do not depend on each 
 has columns of its own. So a sum over keys is one over registers and eight lanes. Products are
 on CUDA cores, in float32. On tensor cores they would take tiles, and so the inverse of a matrix.
 
-A token waits for one sum, that with its key. While this goes through the three steps across lanes,
-the state decays and is read with the query, which needs no change:
+Both sums of a token, with its key and with its query, are of the state before its change. So it
+waits once for the three steps across lanes, and not twice:
 
-    had = S^T (e^g k), S <- e^g S, seen = S^T q
+    S <- e^g S, had = S^T k, seen = S^T q
     change = beta (v - had), out = seen + (q . k) change, S <- S + k change^T
 
 Roofline: the multiplications and additions, four for each number of the state and token.
@@ -52,19 +52,13 @@ def run_rows(
         return lax.broadcast_in_dim(x, part, [0])
 
     def advance(held, q_ref, k_ref, v_ref, scalars, *channels):
-        query, key = load(q_ref, per_key), load(k_ref, per_key)
-        value = load(v_ref, per_value)
-        factor, product, decay = scalars[0], scalars[1], scalars[2]
-        if by_channel:
-            decay = load(channels[0], per_key)
-            had = (held * over_columns(decay * key)).sum(axis=0)
-            decayed = over_columns(decay) * held
-        else:
-            had = decay * (held * over_columns(key)).sum(axis=0)
-            decayed = decay * held
-        seen = (decayed * over_columns(query)).sum(axis=0)
+        query, key = (over_columns(load(ref, per_key)) for ref in (q_ref, k_ref))
+        value, factor, product = load(v_ref, per_value), scalars[0], scalars[1]
+        decay = over_columns(load(channels[0], per_key)) if by_channel else scalars[2]
+        decayed = decay * held
+        had, seen = ((decayed * x).sum(axis=0) for x in (key, query))
         change = factor * (value - had)
-        held = decayed + over_columns(key) * lax.broadcast_in_dim(change, part, [1])
+        held = decayed + key * lax.broadcast_in_dim(change, part, [1])
         return held, seen + product * change
 
     decays = jnp.exp(log_decay)

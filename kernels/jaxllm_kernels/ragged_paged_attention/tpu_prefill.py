@@ -44,6 +44,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_primitives import (
     for_each_in_batches,
     keep_first_rows,
     multiple_of,
+    registers,
     remainder,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
@@ -251,7 +252,7 @@ class PrefillStep:
             # This also replaces scores of garbage keys.
             scores = jnp.where(self._is_seen(segment, unit), scores, UNSEEN)
         self.scratch.scores[i] = scores
-        self.scratch.unit_largest[i] = _registers(scores).max(axis=0)
+        self.scratch.unit_largest[i] = registers(scores).max(axis=0)
 
     def _is_seen(self, segment: jax.Array, unit: _Unit) -> jax.Array:
         """Whether the queries see the keys of a unit: [keys, M]."""
@@ -297,7 +298,7 @@ class PrefillStep:
         weights = jnp.exp2(scores - new_largest[:1])
         decay = jnp.exp2(largest - new_largest)
         scratch.largest[head] = new_largest
-        scratch.total[head] = scratch.total[head] * decay + _registers(weights).sum(axis=0)
+        scratch.total[head] = scratch.total[head] * decay + registers(weights).sum(axis=0)
         scratch.weighted[head] = scratch.weighted[head] * decay[:1] + dot(
             values.astype(self.q.dtype), weights.astype(self.q.dtype), contract=(0, 0)
         )
@@ -322,8 +323,3 @@ class PrefillStep:
     def _kv_head(self, head: int | jax.Array) -> int | jax.Array:
         parts = self.sizes.group_parts
         return head if parts == 1 else divide(head, parts)
-
-
-def _registers(x: jax.Array) -> jax.Array:
-    """x [rows, lanes] as rows of registers: [rows / SUBLANES, SUBLANES, lanes]."""
-    return x.reshape(-1, SUBLANES, x.shape[-1])

@@ -70,6 +70,11 @@ def remainder(a: Any, b: int) -> jax.Array:
     return a & (b - 1) if b.bit_count() == 1 else lax.rem(a, b)
 
 
+def registers(x: jax.Array) -> jax.Array:
+    """x [rows, lanes] as rows of registers: [rows / SUBLANES, SUBLANES, lanes]."""
+    return x.reshape(-1, SUBLANES, x.shape[-1])
+
+
 def dot(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
     """A matrix product in float32 that sums over one axis of each operand."""
     i, j = contract

@@ -44,7 +44,7 @@ class XlaSelfAttention:
         num_tiles = cdiv(num_tokens, tile)
         padded = num_tiles * tile
         q, k, v = (jnp.pad(x, ((0, padded - num_tokens), (0, 0), (0, 0))) for x in (q, k, v))
-        first, end = _bounds(query_starts, padded, config.reach)
+        first, end = seen_places(query_starts, padded, config.reach)
         # Heads first, so that each head's products are of matrices: [K, G, T, H] and [K, T, H].
         q = q.reshape(padded, num_kv_heads, -1, size).transpose(1, 2, 0, 3)
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
@@ -80,7 +80,7 @@ class XlaSelfAttention:
         return out.transpose(0, 3, 1, 2, 4).reshape(padded, num_heads, size)[:num_tokens]
 
 
-def _bounds(
+def seen_places(
     query_starts: jax.Array, num_tokens: int, reach: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """The first place that each token sees, and the place behind the last; padding sees itself."""

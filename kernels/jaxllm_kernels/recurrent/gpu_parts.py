@@ -31,7 +31,7 @@ TURN_LANES = 8
 # keys and queries.
 _TURN_PART = 32 * WARPS * LANES
 # Thread blocks of a multiprocessor. While sums of one are on their way, the others compute.
-BLOCKS_OF_CORE = 2
+BLOCKS_OF_CORE = 4
 
 
 def check_chip(chip: Chip) -> None:
@@ -115,9 +115,17 @@ def work_of_rows(rows: StateRows, num_slots: int) -> RowWork:
     is_decode = jnp.arange(len(rows.slots)) < rows.num_decodes
     runs = ~is_decode & (rows.lengths > 0) & (rows.slots >= 0) & (rows.slots < num_slots)
     order = jnp.argsort(jnp.where(runs, -rows.lengths, 1))
-    of_rows = rows.slots, rows.begins, rows.query_starts[:-1], rows.lengths, rows.num_kept
+    slot, begins, first, length, num_kept = (
+        x[order].astype(jnp.int32)
+        for x in (rows.slots, rows.begins, rows.query_starts[:-1], rows.lengths, rows.num_kept)
+    )
     return RowWork(
-        *(x[order].astype(jnp.int32) for x in of_rows), jnp.sum(runs, dtype=jnp.int32)[None]
+        slot=slot,
+        begins=begins,
+        first=first,
+        length=length,
+        num_kept=num_kept,
+        num_rows=jnp.sum(runs, dtype=jnp.int32)[None],
     )
 
 

@@ -25,9 +25,9 @@ from jaxllm_kernels.recurrent.rows import StateRows
 
 # Pieces of a row that are in memory: one is computed, one is loaded.
 _STAGES = 2
-# The most tokens of a piece, and bytes of those that are loaded. Two thread blocks share a
-# multiprocessor.
-_PIECE_TOKENS, _PIECE_BYTES = 32, 54 << 10
+# The most tokens of a piece, and bytes of what is loaded of them: four thread blocks share the
+# memory of a multiprocessor.
+_PIECE_TOKENS, _PIECE_BYTES = 16, 27 << 10
 # A copy goes to a multiple of 128 bytes, and no operand has less than 16 of a token.
 _ALIGNED_TOKENS = 8
 

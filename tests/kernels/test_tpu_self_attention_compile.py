@@ -1,0 +1,110 @@
+"""Self-attention passes the TPU compilers, and a layer copies no queries, keys or values but to cut
+them out of their common projection."""
+
+import importlib.util
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxllm_kernels.platform import chip_of
+from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
+from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
+from jaxllm_kernels.topology import topology_devices
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="NOTHING IS COMPILED FOR TPUS: libtpu is not installed (pip install 'jax[tpu]')",
+    ),
+]
+
+SLICES = {"v4": "v4-8", "v5e": "v5e-8", "v6e": "v6e-8", "v7x": "v7x-8"}
+
+
+class Model(NamedTuple):
+    """The heads of a device, and the largest step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_tokens: int
+    reach: int | None = None
+
+
+MODELS = {
+    "MiniLM": Model(12, 12, 32, 4096),
+    "MiniLM on 2": Model(6, 6, 32, 4096),
+    "bge-large": Model(16, 16, 64, 4096),
+    "ModernBERT": Model(12, 12, 64, 8192, reach=64),
+    "EmbeddingGemma": Model(3, 1, 256, 2048, reach=256),
+    "a decoder's heads": Model(32, 8, 128, 8192),
+    "a tower of 72": Model(16, 16, 72, 4096),
+    "a tower of 80": Model(16, 16, 80, 4096),
+    "a large tower": Model(16, 16, 72, 1 << 14),
+}
+
+
+def compile_layer(
+    device, model: Model, *, dtype=jnp.bfloat16, op=None, alone: bool = False
+) -> jax.stages.Compiled:
+    """Projections of tokens, and attention between them; or attention alone."""
+    sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    num_heads, num_kv_heads, size, num_tokens, reach = model
+    attend = op or TpuSelfAttention(chip=chip_of(device).name)
+    config = SelfAttentionConfig(scale=size**-0.5, reach=reach)
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def run(x, w_qkv, w_out, query_starts):
+        projected = jnp.einsum("td,fd->tf", x, w_qkv).reshape(num_tokens, -1, size)
+        q, k, v = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=1)
+        out = attend(q, k, v, query_starts, config)
+        return jnp.einsum("tf,df->td", out.reshape(num_tokens, -1), w_out)
+
+    hidden_size = num_heads * size
+    operands = (
+        array(num_tokens, hidden_size),
+        array((num_heads + 2 * num_kv_heads) * size, hidden_size),
+        array(hidden_size, hidden_size),
+    )
+    if alone:
+
+        def run(q, k, v, query_starts):
+            return attend(q, k, v, query_starts, config)
+
+        operands = [array(num_tokens, n, size) for n in (num_heads, num_kv_heads, num_kv_heads)]
+    lowered = jax.jit(run).lower(*operands, array(65, dtype=jnp.int32))
+    return lowered.compile(dict(chip_of(device).compiler_options))
+
+
+@pytest.mark.parametrize(
+    ("chip", "name", "dtype"),
+    [
+        ("v6e", "MiniLM", "bfloat16"),
+        ("v7x", "a tower of 72", "bfloat16"),
+        *(
+            pytest.param(chip, name, dtype, marks=pytest.mark.sweep)
+            for chip in SLICES
+            for name, model in MODELS.items()
+            for dtype in ("bfloat16", "float32")
+            if (chip, name, dtype) not in (
+                ("v6e", "MiniLM", "bfloat16"), ("v7x", "a tower of 72", "bfloat16")
+            )
+            if chip != "v4" or model.num_tokens <= 4096
+        ),
+    ],
+)  # fmt: skip
+def test_a_layer_copies_nothing(chip, name, dtype):
+    model = MODELS[name]
+    compiled = compile_layer(topology_devices(SLICES[chip])[0], model, dtype=jnp.dtype(dtype))
+    hlo = compiled.as_text()
+    assert hlo.count('custom_call_target="tpu_custom_call"') == 1
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|pad)\(", hlo)
+    least = model.num_tokens * model.num_kv_heads * model.head_size
+    assert not [dims for dims in moved if np.prod(list(map(int, dims.split(",")))) >= least]
