@@ -106,16 +106,15 @@ def requests(rng):
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(ENGINES))
 def test_options_are_refused_by_name_or_change_no_answer(seed, tmp_path, assert_same):
-    rng = random.Random(seed)
-    family = rng.choice([name for name in family_names() if name not in ENCODERS])
+    rng, llm = random.Random(seed), None
 
     def checkpoint(family, seed=0):
         path = tmp_path / f"{family}-{seed}"
         return str(path if path.exists() else make_tiny_checkpoint(path, family, seed=seed))
 
-    model, llm = checkpoint(family), None
     while llm is None:
-        what, how = draw(rng, WHAT), ways(rng, checkpoint, family)
+        family = rng.choice([name for name in family_names() if name not in ENCODERS])
+        model, what, how = checkpoint(family), draw(rng, WHAT), ways(rng, checkpoint, family)
         try:
             llm = LLM(model, **TINY | what | how)
         except (ValidationError, UnsupportedModelError) as error:
