@@ -140,7 +140,7 @@ def test_borders_of_chunks_change_no_bit(layer, cut):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "expected"),
-    [(128, 128, 64), (256, 128, 32), (64, 64, 64), (96, 192, 64), (24, 64, 64)],
+    [(128, 128, 64), (256, 128, 32), (64, 64, 64), (64, 128, 64), (96, 192, 64), (24, 64, 64)],
 )
 def test_a_part_is_what_a_warpgroup_holds(rows, columns, expected):
     assert columns_of_part(rows, columns) == expected

@@ -1,6 +1,7 @@
 """The GPU kernels of recurrent layers become good machine code: compiled for an H200 on a machine
 without a GPU. A state passes the registers once, and no array of states is copied."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ AT_ONCE = 4 * 128
 def compile_op(op, operands, state, *, decode_only=True, dump: Path | None = None):
     """A layer, as a step calls it. `operands` and `state` are shapes and types. `dump` gets XLA's
     listing of launches."""
+    options = dict(CHIP.compiler_options)
+    if dump is not None:
+        options |= {"xla_dump_to": str(dump)}
+    return lower_op(op, operands, state, decode_only=decode_only).compile(options)
+
+
+def lower_op(op, operands, state, *, decode_only=True):
     mesh = Mesh(np.array(topology_devices("h200")), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -75,19 +83,19 @@ def compile_op(op, operands, state, *, decode_only=True, dump: Path | None = Non
     traced: Any = jax.jit(run, donate_argnums=1).trace(
         [array(*operand) for operand in operands], array(state), *counts
     )
-    options = dict(CHIP.compiler_options)
-    if dump is not None:
-        options |= {"xla_dump_to": str(dump)}
-    return traced.lower(lowering_platforms=("cuda",)).compile(options)
+    return traced.lower(lowering_platforms=("cuda",))
 
 
-def operands_of_delta(num_tokens, num_key_heads, num_heads, size, *, by_channel=False):
-    keys = (num_tokens, num_key_heads, size)
-    decays = (num_tokens, num_heads, *((size,) if by_channel else ()))
+def operands_of_delta(
+    num_tokens, num_key_heads, num_heads, key_size, value_size=None, *, by_channel=False
+):
+    """Values are as large as keys, unless they have a size of their own."""
+    keys = (num_tokens, num_key_heads, key_size)
+    decays = (num_tokens, num_heads, *((key_size,) if by_channel else ()))
     return (
         (keys,),
         (keys,),
-        ((num_tokens, num_heads, size), jnp.bfloat16),
+        ((num_tokens, num_heads, value_size or key_size), jnp.bfloat16),
         (decays,),
         (decays[:2],),
     )
@@ -222,6 +230,40 @@ def test_rows_of_several_tokens_of_mamba2(
     assert_in_place(compiled, state)
     assert_few_launches(tmp_path)
     assert_moved_once(code, numbers, 4)
+
+
+# Sizes along which sums go, and along which matrices are cut. No part has sums over more than 256.
+SUMMED, CUT = range(32, 288, 32), (16, 32, 48, 64, 96, 128)
+
+
+@pytest.mark.parametrize("key_size", SUMMED)
+def test_sizes_of_the_delta_rule_that_pass_the_check_are_lowered(key_size):
+    op = MosaicDelta.tuned_for(CHIP)
+    for value_size in sizes_that_pass(lambda value_size: op.check(key_size, value_size)):
+        state = (NUM_SLOTS, 2, key_size, value_size)
+        for by_channel in (False, True):
+            operands = operands_of_delta(
+                NUM_ROWS, 1, 2, key_size, value_size, by_channel=by_channel
+            )
+            lower_op(op, operands, state, decode_only=False)
+
+
+@pytest.mark.parametrize("state_size", SUMMED)
+def test_sizes_of_mamba2_that_pass_the_check_are_lowered(state_size):
+    op = MosaicSsd.tuned_for(CHIP)
+    for head_size in sizes_that_pass(lambda head_size: op.check(head_size, state_size)):
+        operands = operands_of_ssd(NUM_ROWS, 1, 2, head_size, state_size)
+        lower_op(op, operands, (NUM_SLOTS, 2, head_size, state_size), decode_only=False)
+
+
+def sizes_that_pass(check):
+    passing = []
+    for size in CUT:
+        with contextlib.suppress(ValueError):
+            check(size)
+            passing.append(size)
+    assert passing
+    return passing
 
 
 def assert_few_launches(dump):

@@ -45,7 +45,8 @@ def check_chip(chip: Chip) -> None:
 def columns_of_part(num_rows: int, num_columns: int) -> int:
     """How many columns of a matrix a part has. Raise ValueError if no parts of whole vectors, which
     a warpgroup can hold, make up the matrix."""
-    columns = math.gcd(num_columns, VECTOR * LANES)
+    # Two rows of lanes at least: Mosaic has no layout of a single one.
+    columns = math.gcd(num_columns, VECTOR * LANES // 2)
     while num_rows * columns > _PART:
         columns //= 2
     # The lanes that are not beside each other have rows of their own, as many as all others. A

@@ -77,13 +77,20 @@ def run_rows(
 
 def _layout(num_rows: int, num_columns: int) -> Any:
     """A warp has rows of its own. Its lanes have rows below each other, and columns beside."""
-    of_warp = num_rows // WARPS
-    tiles = (
+    of_warp, beside = num_rows // WARPS, num_columns // TURN_LANES
+    tiles = [
         (num_rows, num_columns),
         (of_warp, num_columns),
-        (of_warp * TURN_LANES // LANES, num_columns // TURN_LANES),
-        (VECTOR,),
-    )
+        (of_warp * TURN_LANES // LANES, beside),
+    ]
+    # Mosaic refuses a tile of a whole axis of the tile before it.
+    if beside != VECTOR:
+        tiles.append((VECTOR,))
+    # Behind the lanes' two axes are rows, vectors if a lane has several beside, and a vector.
+    behind = 2 + (beside != VECTOR)
     return plgpu.Layout.TILED(
-        plgpu.Tiling(tiles), warp_dims=(-7,), lane_dims=(-5, -4), vector_dim=-1
+        plgpu.Tiling(tuple(tiles)),
+        warp_dims=(-behind - 4,),
+        lane_dims=(-behind - 2, -behind - 1),
+        vector_dim=-1,
     )
