@@ -78,7 +78,7 @@ def run_rows(
 def _layout(num_rows: int, num_columns: int) -> Any:
     """A warp has rows of its own. Its lanes have rows below each other, and columns beside."""
     of_warp, beside = num_rows // WARPS, num_columns // TURN_LANES
-    tiles = [
+    tiles: list[tuple[int, ...]] = [
         (num_rows, num_columns),
         (of_warp, num_columns),
         (of_warp * TURN_LANES // LANES, beside),
