@@ -60,6 +60,8 @@ def run_rows(
         advance,
         [
             Operand(x, is_cut=True),
+            # In 16 bits a warp takes 195 instructions for a token, and not 151: each thread would
+            # widen the numbers of its columns again for each token, head and part.
             *(Operand(each.astype(jnp.float32)) for each in (b, c)),
             Operand(jnp.stack(scalars, axis=-1)),
         ],
