@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxllm_kernels.recurrent.gpu_parts import LANES, TURN_LANES, VECTOR, WARPS, rows_in_turn
+from jaxllm_kernels.recurrent.gpu_parts import (
+    LANES,
+    TURN_LANES,
+    VECTOR,
+    WARPS,
+    load_float32,
+    rows_in_turn,
+)
 from jaxllm_kernels.recurrent.gpu_rows import Operand
 from jaxllm_kernels.recurrent.gpu_rows import run_rows as run_rows_of
 from jaxllm_kernels.recurrent.rows import StateRows
@@ -39,15 +46,11 @@ def run_rows(
     layout = _layout(*part)
     per_input, per_column = layout.reduce(1), layout.reduce(0)
 
-    def load(ref, layout):
-        x = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return x.astype(jnp.float32)
-
     def advance(held, x_ref, b_ref, c_ref, scalars):
         step, product, decay = scalars[0], scalars[1], scalars[2]
-        added = step * load(x_ref, per_input)
+        added = step * load_float32(x_ref, per_input)
         into, out_of = (
-            lax.broadcast_in_dim(load(ref, per_column), part, [1]) for ref in (b_ref, c_ref)
+            lax.broadcast_in_dim(load_float32(ref, per_column), part, [1]) for ref in (b_ref, c_ref)
         )
         out = decay * (held * out_of).sum(axis=1) + product * added
         return decay * held + lax.broadcast_in_dim(added, part, [0]) * into, out
