@@ -106,6 +106,8 @@ def test_keys_that_no_tile_sees_are_not_computed():
         ((32, 8, 128), 2048, "v4", KernelSizes(256, 256, 1, 4, 2)),
         # Queries of a key in parts.
         ((64, 1, 128), 64, "v6e", KernelSizes(128, 128, 1, 8, 2)),
+        # A part of them, since all leave no room for keys.
+        ((3, 1, 256), 2048, "v4", KernelSizes(256, 256, 1, 1, 1)),
     ],
 )
 def test_sizes(heads, num_tokens, chip, expected):
