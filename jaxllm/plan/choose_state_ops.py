@@ -174,16 +174,17 @@ def encoder_ops(
     num_shards: int,
     mixers: Iterable[Any],
     max_num_tokens: int,
-    cuts: Callable[[int], bool] = lambda num_shards: True,
+    *,
+    is_cut: bool = True,
 ) -> StateOps:
     """The implementations for layers that keep nothing: those of encoders and of towers, for steps
-    of up to so many tokens. `cuts` says whether heads are cut over so many shards; otherwise each
+    of up to so many tokens. `is_cut` says whether heads are cut over the shards; otherwise each
     device has all of them."""
     ops = _ops_by_xla(chip)
     load: Callable[[], Any]
     if chip.platform == "tpu":
-        heads = (dtype, num_shards, mixers, max_num_tokens)
-        load = functools.partial(_self_attention_on_tpu, chip, *heads, is_cut=cuts(num_shards))
+        asked = (dtype, num_shards, mixers, max_num_tokens)
+        load = functools.partial(_self_attention_on_tpu, chip, *asked, is_cut=is_cut)
     elif chip.platform == "cpu" and not isinstance(library, NoLibrary):
         load = functools.partial(NativeSelfAttention.load, library)
     else:

@@ -1,7 +1,7 @@
 """Decides whether an engine sees images, and what its tower needs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,15 +9,20 @@ from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ValidationError, refused
+from jaxllm.layers.self_attention import SelfAttentionSpec
 from jaxllm.layers.state import StateOps
 from jaxllm.logging import init_logger
 from jaxllm.media.device import encoder_sizes
 from jaxllm.media.item import ImageSpec
 from jaxllm.media.preprocessor import read_image_spec
 from jaxllm.media.processors.files import VideoWanted, Wanted
+from jaxllm.media.resizing import Tiles
 from jaxllm.models.specs import Architecture
 
 logger = init_logger(__name__)
+
+# The heads of layers, and the most tokens of a step -> what computes them.
+OpsOfTower = Callable[[list[SelfAttentionSpec], int], StateOps]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +31,13 @@ class ImagePlan:
 
     spec: ImageSpec
     num_rows: int  # of the pool: how many tokens of images it holds
-    sizes: tuple[int, ...]  # how many patches the programs of the tower compute
-    ops: StateOps
+    # Of each program of the tower how many patches it computes, the smallest first, and by what.
+    ops: dict[int, StateOps]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many patches the programs of the tower compute."""
+        return tuple(self.ops)
 
 
 def wants_images(config: EngineConfig) -> bool:
@@ -84,7 +94,7 @@ def with_images(
 def plan_images(
     spec: ImageSpec | None,
     architecture: Architecture,
-    of_tower: Callable[..., StateOps],
+    of_tower: OpsOfTower,
     limits: BatchLimits,
     max_model_len: int,
 ) -> ImagePlan | None:
@@ -100,14 +110,25 @@ def plan_images(
     return ImagePlan(
         spec=spec,
         num_rows=max(limits.num_tokens, 2 * largest),
-        sizes=sizes,
-        ops=of_tower(
-            [architecture.tower.attention],
-            # A tile of patches may have a token for its class beside them.
-            sizes[-1] + sizes[-1] // spec.patches_per_unit,
-            architecture.cuts_tower,
-        ),
+        ops=_ops_by_size(spec, architecture.tower.attention, of_tower, sizes),
     )
+
+
+def _ops_by_size(
+    spec: ImageSpec, attention: SelfAttentionSpec, of_tower: OpsOfTower, sizes: Iterable[int]
+) -> dict[int, StateOps]:
+    """Each program has its own, since a kernel may have no room for large ones. Larger programs
+    than one that has XLA's loops have these, too, so that the reason is logged once."""
+    ops: dict[int, StateOps] = {}
+    chosen = None
+    for size in sizes:
+        if chosen is None or chosen.self_attention.name != "xla":
+            # A tile has a token for its class beside its patches.
+            has_tiles = isinstance(spec.resizing, Tiles)
+            num_class_tokens = size // spec.patches_per_unit if has_tiles else 0
+            chosen = of_tower([attention], size + num_class_tokens)
+        ops[size] = chosen
+    return ops
 
 
 def _refuse_without_tower(config: EngineConfig, why: str) -> None:

@@ -231,7 +231,8 @@ def make_plan(
         speculation=speculation,
         has_decodes=pooling is None,
     )
-    of_tower = functools.partial(encoder_ops, chip, library, dtype, num_shards)
+    is_cut = architecture.cuts_tower(num_shards)
+    of_tower = functools.partial(encoder_ops, chip, library, dtype, num_shards, is_cut=is_cut)
     images = plan_images(image_spec, architecture, of_tower, limits, max_model_len)
     embeds = plan_embeds(config, architecture, images, pooling, dtype, max_num_batched_tokens)
     samples_late = not model.skip_tokenizer_init and pooling is None

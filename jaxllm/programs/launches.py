@@ -43,10 +43,11 @@ def compile_and_list(
 def read_listing(folder: Path) -> list[Launch]:
     """The outermost launches of the program whose dumps are in a folder."""
     # XLA writes the first only if it makes a command buffer of the second.
-    for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
-        for listing in folder.glob(f"*{name}.txt"):
-            return parse(listing.read_text())
-    raise FileNotFoundError(f"XLA has listed no launches in {folder}")
+    listings = [*folder.glob("*thunk_sequence_after_thunk_passes.txt")]
+    listings = listings or [*folder.glob("*thunk_sequence.txt")]
+    if len(listings) != 1:
+        raise ValueError(f"{folder} has the launches of {len(listings)} programs, and not of one")
+    return parse(listings[0].read_text())
 
 
 def parse(listing: str) -> list[Launch]:

@@ -23,6 +23,14 @@ def _attention(plan: EnginePlan) -> str:
     return f"{kind} {plan.attention.name!r}"
 
 
+def _images(plan: EnginePlan) -> str:
+    if plan.images is None:
+        return ""
+    # Large programs may have another.
+    names = dict.fromkeys(ops.self_attention.name for ops in plan.images.ops.values())
+    return f", attention between patches {' and '.join(map(repr, names))}"
+
+
 def _states(plan: EnginePlan) -> str:
     if not plan.states_bytes:
         return ""
@@ -91,6 +99,7 @@ def summary(plan: EnginePlan) -> str:
         f"{jnp.dtype(plan.dtype).name} on {plan.chip.name}; "
         f"weights {format_bytes(plan.weights_bytes)}"
         f"{f' by {arch.scheme}' if arch.scheme is not None else ''}; {_attention(plan)}"
+        f"{_images(plan)}"
         f"{', native products' if plan.matmul is not XLA else ''}"
         f"{', native sampler' if plan.sampling.op is not None else ''}"
         f"{', batch-invariant' if plan.row_sums is not None else ''}"

@@ -28,6 +28,7 @@ def make_encode(
     the model of its weights."""
     images = plan.images
     assert images is not None, "the engine sees no images"
+    ops = images.ops[layout.num_patches]
 
     def encode(
         weights: list[jax.Array], state: DeviceState, numbers: jax.Array, pixels: jax.Array
@@ -37,7 +38,7 @@ def make_encode(
             made = Images(its.pixels, its.places, its.starts)
             model = merge(weights)
             mesh = stage.mesh if model.cuts_tower else None
-            embedded = model.tower(made, images.ops, mesh)
+            embedded = model.tower(made, ops, mesh)
             assert state.given is not None
             pool = state.given.at[its.rows].set(embedded.astype(plan.dtype), mode="drop")
         return dataclasses.replace(state, given=pool)

@@ -18,6 +18,8 @@ from jaxllm_kernels.ssd.cases import TOLERANCE, Layer, draw, error, outputs
 from jaxllm_kernels.ssd.gpu import MosaicSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
+from tests.kernels.mixed_rows import assert_as_xla
+
 no_mosaic = why_no_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(bool(no_mosaic), reason=f"JAX for Mosaic GPU kernels {no_mosaic}")
 
@@ -79,48 +81,20 @@ def test_decodes_alone_change_their_states():
     np.testing.assert_array_equal(after[jnp.array([1, 3])], state[jnp.array([1, 3])])
 
 
-@functools.cache
-def run_mixed(op, num_tokens):
-    """The outputs, and the states after and before, of a decode and rows of 40, 2, 3 and no tokens.
-    The row of 2 has no slot, and that of 3 begins its request."""
-    layer, num_slots, lengths = LAYERS["usual"], 6, np.array([1, 40, 2, 3, 0])
-    random = np.random.default_rng(0)
-    shape = (num_slots, layer.num_heads, layer.head_size, layer.state_size)
-    state = jnp.asarray(random.normal(size=shape), jnp.float32).at[0].set(jnp.nan)
-    total = lengths.sum()
-    operands = []
-    for drawn in draw(layer, random, total):
-        padding = [(0, num_tokens - total), *[(0, 0)] * (drawn.ndim - 1)]
-        operands.append(jnp.pad(jnp.asarray(drawn), padding, constant_values=jnp.nan))
-    starts = np.concatenate([[0], lengths.cumsum()])
-    batch = RaggedBatch(
-        query_starts=jnp.asarray(starts, jnp.int32),
-        context_lens=jnp.array([9, 90, 9, 3, 0]),
-        block_tables=jnp.zeros((len(lengths), 0), jnp.int32),
-        num_decodes=jnp.int32(1),
-        block_size=1,
-        decode_only=False,
-    )
-    rows = prepare_rows(
-        batch, jnp.array([4, 2, 9, 0, 1]), num_tokens=num_tokens, num_slots=num_slots
-    )
-    computed = jax.jit(op)(*operands, jnp.asarray(layer.rate), state, rows)
-    return *jax.block_until_ready(computed), state
-
-
 @needs_mosaic
 @pytest.mark.parametrize("num_tokens", [46, 50])
 def test_rows_of_several_tokens_change_their_states(num_tokens):
     """With and without padding, and a row that has tokens and no slot."""
-    out, after, before = run_mixed(OP, num_tokens)
-    right, expected, _ = run_mixed(XlaSsd(at_once=AtOnce(8, 2)), num_tokens)
-    computed = np.r_[:41, 43:46]
-    np.testing.assert_allclose(out[computed], right[computed], atol=1e-5)
-    np.testing.assert_array_equal(np.delete(out, computed, axis=0), 0)
-    own = np.array([4, 2, 0])
-    np.testing.assert_allclose(after[own], expected[own], atol=1e-5)
-    others = np.array([1, 3, 5])
-    np.testing.assert_array_equal(after[others], before[others])
+    layer = LAYERS["usual"]
+    assert_as_xla(
+        *(
+            lambda operands, state, rows, op=op: op(*operands, jnp.asarray(layer.rate), state, rows)
+            for op in (OP, XlaSsd(at_once=AtOnce(8, 2)))
+        ),
+        functools.partial(draw, layer),
+        (layer.num_heads, layer.head_size, layer.state_size),
+        num_tokens,
+    )
 
 
 @needs_mosaic

@@ -8,7 +8,6 @@ import pytest
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.cases import CASES, TOLERANCES, Case, error
-from jaxllm_kernels.ragged_self_attention.reference import ReferenceSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, KernelSizes, choose_sizes
 
@@ -25,6 +24,17 @@ HEADS = {
     "a key's queries in parts": {"num_heads": 16, "num_kv_heads": 1, "head_size": 128},
     "two keys' queries in parts": {"num_heads": 14, "num_kv_heads": 2, "head_size": 80},
     "large": {"num_heads": 3, "num_kv_heads": 1, "head_size": 256},
+}
+# A score is a sum of as many products as a head has numbers, and its rounding error becomes a
+# relative error of weights. So in float32 these have larger errors than the small heads of CASES:
+# the reference, too, has up to 4.9e-6 here.
+FLOAT32_TOLERANCES = {
+    "all at once": TOLERANCES["float32"],
+    "no whole registers": 2.5e-6,
+    "several steps": 3e-6,
+    "a key's queries in parts": 5e-6,
+    "two keys' queries in parts": 3.5e-6,
+    "large": 5e-6,
 }
 ALWAYS = {"short rows", "grouped heads", "a long reach", "no even number of tokens"}
 
@@ -49,17 +59,14 @@ def test_cases(name):
             for dtype in TOLERANCES
             for op in (OP, TWO_CORES)
             if (name, dtype, op) != ("two keys' queries in parts", "bfloat16", OP)
-            # In float32 some of them do not fit into the memory of a core of a v4.
-            if (dtype, op) != ("float32", TWO_CORES)
         ),
     ],
     ids=lambda value: value.chip if isinstance(value, TpuSelfAttention) else value,
 )
 def test_heads(name, dtype, op):
     case = Case(lengths=LENGTHS, num_tokens=512, **HEADS[name])
-    # Sums over so large heads have larger errors in float32, whoever computes them.
-    of_reference = error(ReferenceSelfAttention(), case) if dtype == "float32" else 0.0
-    assert error(op, case, dtype) < max(TOLERANCES[dtype], 1.25 * of_reference)
+    most = FLOAT32_TOLERANCES[name] if dtype == "float32" else TOLERANCES[dtype]
+    assert error(op, case, dtype) < most
 
 
 @emulated
@@ -106,6 +113,8 @@ def test_keys_that_no_tile_sees_are_not_computed():
         ((32, 8, 128), 2048, "v4", KernelSizes(256, 256, 1, 4, 2)),
         # Queries of a key in parts.
         ((64, 1, 128), 64, "v6e", KernelSizes(128, 128, 1, 8, 2)),
+        # A part of them, since all leave no room for keys.
+        ((3, 1, 256), 2048, "v4", KernelSizes(256, 256, 1, 1, 1)),
     ],
 )
 def test_sizes(heads, num_tokens, chip, expected):

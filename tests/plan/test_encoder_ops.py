@@ -5,10 +5,17 @@ import dataclasses
 import pytest
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
 from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 
+from jaxllm.files import read_json
 from jaxllm.layers.self_attention import SelfAttentionSpec
+from jaxllm.media.item import ImageSpec
+from jaxllm.media.resizing import Area, Tiles
+from jaxllm.models.architecture import read_architecture
 from jaxllm.plan.choose_state_ops import encoder_ops
+from jaxllm.plan.images import plan_images
+from jaxllm.testing import make_tiny_checkpoint
 
 LIBRARY = NoLibrary("an accelerator")
 SPEC = SelfAttentionSpec(num_heads=12, num_kv_heads=12, head_size=32, scale=1.0)
@@ -37,8 +44,54 @@ def test_what_the_kernel_does_not_compute_is_said(changed, dtype, num_tokens, wh
 
 @pytest.mark.parametrize(("num_shards", "name"), [(1, "tpu"), (2, "xla")])
 def test_a_tower_that_is_not_cut_has_no_kernel_on_several_devices(num_shards, name, caplog):
-    ops = encoder_ops(
-        CHIPS["v6e"], LIBRARY, "bfloat16", num_shards, [SPEC], 256, lambda shards: shards == 1
-    )
+    is_cut = num_shards == 1
+    ops = encoder_ops(CHIPS["v6e"], LIBRARY, "bfloat16", num_shards, [SPEC], 256, is_cut=is_cut)
     assert ops.self_attention.name == name
     assert ("XLA does not repeat the kernel on devices" in caplog.text) == (name == "xla")
+
+
+def image_plan(family, folder, resizing, max_model_len, of_tower):
+    """The plan of a tower with other images than those of its tiny checkpoint."""
+    path = make_tiny_checkpoint(folder / "model", family, sees_images=True)
+    architecture = read_architecture(read_json(path / "config.json"), sees_images=True)
+    spec = ImageSpec(
+        patch_size=14, merge=2, resizing=resizing, resample=3, scale=1 / 255, mean=(0.5,) * 3,
+        std=(0.5,) * 3, image_token="[IMG]", image_token_id=3, max_images=1,
+    )  # fmt: skip
+    limits = BatchLimits(num_tokens=max_model_len, num_rows=1, max_blocks=1, block_size=16)
+    images = plan_images(spec, architecture, of_tower, limits, max_model_len)
+    assert images is not None
+    return images
+
+
+def test_a_tower_has_the_kernel_where_it_fits_and_xla_where_not(tmp_path, caplog):
+    heads = dataclasses.replace(SPEC, num_heads=16, num_kv_heads=16, head_size=72)
+
+    def of_tower(mixers, max_num_tokens):
+        return encoder_ops(CHIPS["v7x"], LIBRARY, "bfloat16", 1, [heads], max_num_tokens)
+
+    large = Area(min_pixels=1 << 10, max_pixels=1 << 26)
+    images = image_plan("qwen3_5", tmp_path, large, 1 << 15, of_tower)
+    names = {size: ops.self_attention.name for size, ops in images.ops.items()}
+    assert names == {size: "tpu" if size <= 1 << 15 else "xla" for size in images.sizes}
+    assert images.sizes[-1] == 1 << 17
+    (record,) = caplog.records
+    assert "keys and values of 65536 tokens do not fit into VMEM" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("family", "resizing", "of_unit"),
+    [
+        ("qwen3_5", Area(min_pixels=1 << 10, max_pixels=1 << 18), 0),
+        ("internvl", Tiles(pixels=336, min_tiles=1, max_tiles=12), 1),
+    ],
+)
+def test_tiles_alone_have_class_tokens(family, resizing, of_unit, tmp_path):
+    asked = []
+
+    def of_tower(mixers, max_num_tokens):
+        asked.append(max_num_tokens)
+        return encoder_ops(CHIPS["v6e"], LIBRARY, "bfloat16", 1, [SPEC], max_num_tokens)
+
+    images = image_plan(family, tmp_path, resizing, 1 << 13, of_tower)
+    assert asked == [size + of_unit * size // 24**2 for size in images.sizes]

@@ -94,8 +94,10 @@ def test_the_patches_of_images_see_each_other_by_our_own_code(tmp_path):
     options: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22}
     for native_kernels, name in ((True, "native"), (False, "xla")):
         config = EngineConfig.create(str(model), native_kernels=native_kernels, **options)
-        images = make_plan(config).images
-        assert images is not None and images.ops.self_attention.name == name
+        made = make_plan(config)
+        assert made.images is not None
+        assert {ops.self_attention.name for ops in made.images.ops.values()} == {name}
+        assert f", attention between patches {name!r}" in summary(made)
 
 
 @needs_compiler

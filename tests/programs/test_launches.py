@@ -2,7 +2,14 @@
 
 import pytest
 
-from jaxllm.programs.launches import all_launches, by_name, in_command_buffer, least, parse
+from jaxllm.programs.launches import (
+    all_launches,
+    by_name,
+    in_command_buffer,
+    least,
+    parse,
+    read_listing,
+)
 
 # As XLA writes it, which does not indent the condition of a loop.
 LISTING = """\
@@ -52,3 +59,16 @@ def test_the_shortest_branches_are_counted():
 def test_a_step_of_several_graphs_is_refused():
     with pytest.raises(AssertionError, match="not one graph"):
         in_command_buffer(parse(LISTING + "012: kCopy [source | sink] kCopy\n"))
+
+
+def test_the_folder_of_one_program_is_read(tmp_path):
+    before, after = "thunk_sequence.txt", "thunk_sequence_after_thunk_passes.txt"
+    with pytest.raises(ValueError, match="has the launches of 0 programs"):
+        read_listing(tmp_path)
+    (tmp_path / f"module_1.jit_run.{before}").write_text("001: kKernel fusion\n")
+    assert [launch.name for launch in read_listing(tmp_path)] == ["fusion"]
+    (tmp_path / f"module_1.jit_run.{after}").write_text("001: kCommandBuffer graph\n")
+    assert [launch.name for launch in read_listing(tmp_path)] == ["graph"]
+    (tmp_path / f"module_2.jit_run.{after}").write_text("001: kCommandBuffer graph\n")
+    with pytest.raises(ValueError, match="has the launches of 2 programs"):
+        read_listing(tmp_path)

@@ -23,6 +23,7 @@ from jaxllm_kernels.recurrent.gpu_parts import (
     VECTOR,
     WARPS,
     columns_of_part,
+    load_float32,
     places_of_decodes,
 )
 from jaxllm_kernels.recurrent.rows import StateRows
@@ -43,10 +44,8 @@ def run_decodes(
     matrix = _layout(*shape)
     per_key, per_value = matrix.reduce(1), matrix.reduce(0)
 
-    def load(ref, layout):
-        x = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        x = x.astype(jnp.float32)
-        return lax.broadcast_in_dim(x, shape, [0]) if layout is per_key else x
+    def over_columns(x):
+        return lax.broadcast_in_dim(x, shape, [0])
 
     def kernel(places_ref, q_ref, k_ref, v_ref, decay_ref, beta_ref, state_ref, out_ref):
         row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -59,10 +58,15 @@ def run_decodes(
             slot, begins = lax.div(place, jnp.int32(2)), lax.rem(place, jnp.int32(2)) > 0
             matrix_ref = state_ref.at[slot, head, :, own]
             # A select also replaces NaN.
-            held = jnp.where(jnp.full(shape, begins), 0.0, load(matrix_ref, matrix))
-            key, query = (load(ref.at[row, of_key], per_key) for ref in (k_ref, q_ref))
-            value = load(v_ref.at[row, head, own], per_value)
-            decay = load(decay_ref.at[row, head], per_key) if by_channel else decay_ref[row, head]
+            held = jnp.where(jnp.full(shape, begins), 0.0, load_float32(matrix_ref, matrix))
+            key, query = (
+                over_columns(load_float32(ref.at[row, of_key], per_key)) for ref in (k_ref, q_ref)
+            )
+            value = load_float32(v_ref.at[row, head, own], per_value)
+            if by_channel:
+                decay = over_columns(load_float32(decay_ref.at[row, head], per_key))
+            else:
+                decay = decay_ref[row, head]
             held = decay * held
             change = beta_ref[row, head] * (value - (held * key).sum(axis=0))
             held = held + key * lax.broadcast_in_dim(change, shape, [1])

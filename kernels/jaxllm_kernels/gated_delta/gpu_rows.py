@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxllm_kernels.recurrent.gpu_parts import LANES, TURN_LANES, WARPS, columns_in_turn
+from jaxllm_kernels.recurrent.gpu_parts import (
+    LANES,
+    TURN_LANES,
+    WARPS,
+    columns_in_turn,
+    load_float32,
+)
 from jaxllm_kernels.recurrent.gpu_rows import Operand
 from jaxllm_kernels.recurrent.gpu_rows import run_rows as run_rows_of
 from jaxllm_kernels.recurrent.rows import StateRows
@@ -44,17 +50,13 @@ def run_rows(
     layout = _layout(*part)
     per_key, per_value = layout.reduce(1), layout.reduce(0)
 
-    def load(ref, layout):
-        x = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return x.astype(jnp.float32)
-
     def over_columns(x):
         return lax.broadcast_in_dim(x, part, [0])
 
     def advance(held, q_ref, k_ref, v_ref, scalars, *channels):
-        query, key = (over_columns(load(ref, per_key)) for ref in (q_ref, k_ref))
-        value, factor, product = load(v_ref, per_value), scalars[0], scalars[1]
-        decay = over_columns(load(channels[0], per_key)) if by_channel else scalars[2]
+        query, key = (over_columns(load_float32(ref, per_key)) for ref in (q_ref, k_ref))
+        value, factor, product = load_float32(v_ref, per_value), scalars[0], scalars[1]
+        decay = over_columns(load_float32(channels[0], per_key)) if by_channel else scalars[2]
         decayed = decay * held
         had, seen = ((decayed * x).sum(axis=0) for x in (key, query))
         change = factor * (value - had)

@@ -7,15 +7,13 @@ from jax.typing import DTypeLike
 
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES, SUBLANES
+from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES, SUBLANES, sublane_tile
 
 # Queries of a step of the grid, and keys of a block. They are columns and rows of the matrix units,
 # of which the larger ones have 256.
 _TILE = 256
 # A step of the grid computes at least so many heads if it can, so that some have products while
-# others have exponentials, and at most so many, since more make the code longer. In bundles that
-# the compiler makes, eight instead of four took 15 to 20 % off long rows, and twelve 30 % off rows
-# of 256.
+# others have exponentials, and at most so many, since more make the code longer.
 _FEWEST_HEADS, _MOST_HEADS = 8, 12
 
 
@@ -33,13 +31,13 @@ class Heads(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Those of a key."""
+        """The lanes that a key takes in whole registers."""
         return round_up(self.head_size, LANES)
 
     def value_rows(self, dtype: DTypeLike) -> int:
         """The rows of values, which the kernel has turned. Those behind the values are ones, so
         that the product with weights has the sum of weights, too."""
-        return round_up(self.head_size + 1, _rows(dtype))
+        return round_up(self.head_size + 1, sublane_tile(dtype))
 
 
 class KernelSizes(NamedTuple):
@@ -50,11 +48,6 @@ class KernelSizes(NamedTuple):
     buffers: int  # 2: keys and values of the next heads are loaded meanwhile
 
 
-def _rows(dtype: DTypeLike) -> int:
-    """The rows of a register."""
-    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
-
-
 def padded_tokens(num_tokens: int) -> int:
     """The tokens that the kernel computes: whole tiles."""
     return round_up(num_tokens, LANES if num_tokens <= LANES else _TILE)
@@ -63,7 +56,7 @@ def padded_tokens(num_tokens: int) -> int:
 def vmem_bytes(num_tokens: int, heads: Heads, sizes: KernelSizes, dtype: DTypeLike) -> int:
     """What the kernel has in memory."""
     size, value_rows = jnp.dtype(dtype).itemsize, heads.value_rows(dtype)
-    loaded = round_up(heads.head_size, _rows(dtype))
+    loaded = round_up(heads.head_size, sublane_tile(dtype))
     of_key = (2 * sizes.buffers * loaded + heads.lanes + value_rows) * size
     of_query = (4 * loaded + heads.lanes) * size + 4 * (value_rows + 2 * SUBLANES)
     # The scores of some heads are what lies between the steps of their computation.
@@ -76,13 +69,17 @@ def choose_sizes(num_tokens: int, heads: Heads, dtype: DTypeLike, chip: Chip) ->
     batch. Raises ValueError if those of a single head do not fit."""
     tokens = padded_tokens(num_tokens)
     tile = min(_TILE, tokens)
-    # The second choice is one buffer, where loading the next heads is not hidden.
-    for buffers in (2, 1):
-        for kv_heads in _kv_heads(heads):
-            of_step = _largest_divisor(kv_heads * heads.group, _MOST_HEADS)
-            sizes = KernelSizes(tile, tile, kv_heads, of_step, buffers)
-            if vmem_bytes(tokens, heads, sizes, dtype) <= chip.vmem_bytes // 2:
-                return sizes
+    of_steps = [(n, _largest_divisor(n * heads.group, _MOST_HEADS)) for n in _kv_heads(heads)]
+    # The queries of a key take room as well. Where they leave none, a step has a part of them.
+    _, most = of_steps[-1]
+    parts = [(1, n) for n in range(most - 1, 0, -1) if heads.group % n == 0]
+    for choices in (of_steps, parts):
+        # The second choice is one buffer, where loading the next heads is not hidden.
+        for buffers in (2, 1):
+            for kv_heads, of_step in choices:
+                sizes = KernelSizes(tile, tile, kv_heads, of_step, buffers)
+                if vmem_bytes(tokens, heads, sizes, dtype) <= chip.vmem_bytes // 2:
+                    return sizes
     raise ValueError(f"keys and values of {num_tokens} tokens do not fit into VMEM")
 
 

@@ -6,7 +6,7 @@ multiprocessor. While one of them computes, others load and write.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +45,15 @@ def check_chip(chip: Chip) -> None:
 def columns_of_part(num_rows: int, num_columns: int) -> int:
     """How many columns of a matrix a part has. Raise ValueError if no parts of whole vectors, which
     a warpgroup can hold, make up the matrix."""
-    columns = math.gcd(num_columns, VECTOR * LANES)
+    # Two rows of lanes at least: Mosaic has no layout of a single one.
+    columns = math.gcd(num_columns, VECTOR * LANES // 2)
     while num_rows * columns > _PART:
         columns //= 2
     # The lanes that are not beside each other have rows of their own, as many as all others. A
     # thread has several rows: Mosaic has no such layout of single ones.
     rows_at_once = WARPS * LANES * VECTOR // columns
     if columns < 2 * VECTOR or num_rows % rows_at_once or num_rows == rows_at_once:
-        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+        raise _no_part(num_rows, num_columns)
     return columns
 
 
@@ -66,7 +67,7 @@ def rows_of_part(num_rows: int, num_columns: int) -> int:
     too_many = rows * num_columns > _PART
     too_few = rows * num_columns <= VECTOR * WARPS * LANES  # a vector for each thread, as above
     if too_many or too_few or rows % (WARPS * LANE_ROWS) or num_columns % beside:
-        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+        raise _no_part(num_rows, num_columns)
     return rows
 
 
@@ -75,7 +76,7 @@ def columns_in_turn(num_rows: int, num_columns: int) -> int:
     rows. Raise ValueError if no parts that a warpgroup can hold make up the matrix."""
     columns = _own_in_turn(num_rows, num_columns)
     if columns is None:
-        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+        raise _no_part(num_rows, num_columns)
     return columns
 
 
@@ -83,8 +84,12 @@ def rows_in_turn(num_rows: int, num_columns: int) -> int:
     """How many rows such a part has, where sums are over columns."""
     rows = _own_in_turn(num_columns, num_rows)
     if rows is None:
-        raise ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
+        raise _no_part(num_rows, num_columns)
     return rows
+
+
+def _no_part(num_rows: int, num_columns: int) -> ValueError:
+    return ValueError(f"a warpgroup holds no part of a state of {num_rows} x {num_columns}")
 
 
 def _own_in_turn(num_summed: int, num_cut: int) -> int | None:
@@ -135,3 +140,12 @@ def places_of_decodes(rows: StateRows, num_rows: int, num_slots: int) -> jax.Arr
     is_decode = jnp.arange(num_rows, dtype=jnp.int32) < rows.num_decodes
     runs = is_decode & (slots >= 0) & (slots < num_slots)
     return jnp.where(runs, 2 * slots + rows.begins[:num_rows], SKIP).astype(jnp.int32)
+
+
+def load_float32(ref: Any, layout: Any) -> jax.Array:
+    """Load an array into registers."""
+    # Importing Mosaic takes long, and a plan only asks for the sizes of parts.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+    return x.astype(jnp.float32)

@@ -3,8 +3,11 @@ drafts.
 
 A warpgroup has a part of a head's matrix in registers, from the first token of a row to the last
 one. So a state is read once and written once for each row, whatever its length. Tokens are computed
-one after the other. Nothing is prepared, no token beyond a row's end is computed, and borders of
-chunks change no order of a sum.
+one after the other. Nothing is prepared, and no token beyond a row's end is computed.
+
+Sums over a state have the same order wherever a row is cut into chunks, unless a chunk is a single
+token: that is a decode, whose kernel adds in another order. XLA sums the products of a token's keys
+and queries, and may choose an order for each number of tokens of a step.
 
 The grid is persistent. An item is a row, a head and a part of its matrix, and items of the longest
 rows are the first. Operands of the next tokens are on their way while a piece of a row is computed.
@@ -64,7 +67,7 @@ def run_rows(
     Args:
       out: float32 [T, N, numbers], of which a part has its own.
       state: float32 [S, N, rows, columns].
-      layout: that of a part in registers.
+      layout: how a part lies in registers.
       part: the sizes of a part: whole columns, or whole rows.
       axis: along which of its axes a matrix is cut into parts, and outputs and operands with it.
     """

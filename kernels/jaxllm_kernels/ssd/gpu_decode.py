@@ -23,6 +23,7 @@ from jaxllm_kernels.recurrent.gpu_parts import (
     SKIP,
     VECTOR,
     WARPS,
+    load_float32,
     places_of_decodes,
     rows_of_part,
 )
@@ -43,10 +44,6 @@ def run_decodes(
     matrix = _layout(*shape)
     per_input, per_column = matrix.reduce(1), matrix.reduce(0)
 
-    def load(ref, layout):
-        x = plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-        return x.astype(jnp.float32)
-
     def kernel(places_ref, x_ref, b_ref, c_ref, step_ref, decay_ref, state_ref, out_ref):
         row, head = lax.axis_index("row"), lax.axis_index("head")
         group = lax.div(head, jnp.int32(heads_of_group))
@@ -58,11 +55,11 @@ def run_decodes(
             slot, begins = lax.div(place, jnp.int32(2)), lax.rem(place, jnp.int32(2)) > 0
             matrix_ref = state_ref.at[slot, head, own]
             # A select also replaces NaN.
-            held = jnp.where(jnp.full(shape, begins), 0.0, load(matrix_ref, matrix))
-            added = step_ref[row, head] * load(x_ref.at[row, head, own], per_input)
+            held = jnp.where(jnp.full(shape, begins), 0.0, load_float32(matrix_ref, matrix))
+            added = step_ref[row, head] * load_float32(x_ref.at[row, head, own], per_input)
             added = lax.broadcast_in_dim(added, shape, [0])
             into, out_of = (
-                lax.broadcast_in_dim(load(ref.at[row, group], per_column), shape, [1])
+                lax.broadcast_in_dim(load_float32(ref.at[row, group], per_column), shape, [1])
                 for ref in (b_ref, c_ref)
             )
             held = decay_ref[row, head] * held + added * into
