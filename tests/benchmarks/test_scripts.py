@@ -22,6 +22,7 @@ SCRIPTS = [
     "quality",
     "replicas",
     "sampler",
+    "self_attention_bounds",
     "serve",
     "startup",
     "step_device_time",

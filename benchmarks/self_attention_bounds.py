@@ -1,0 +1,151 @@
+"""The least time of the TPU kernel for self-attention, from the compiler's output.
+
+    python benchmarks/self_attention_bounds.py --chips v5e v6e
+
+compiles the kernel for chips that are not there, with the options of plans, and follows its code
+with the tiles of real batches (`followed_bundles.py`). Each line has
+
+  - least: the time of the bundles that a core executes, with waits for copies
+  - limit: the time in which the matrix units compute the products of the heads' own sizes
+  - share: limit / least, and no more is possible. Stalls and latencies of a chip come on top.
+
+These are bounds, and nothing is measured. Takes `pip install -e ".[dev,tpu]"`, and about half a
+minute of a core for each chip and model.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attention_bounds import FLAGS
+
+
+class Batch(NamedTuple):
+    """Rows of one length, and the heads of a device."""
+
+    num_heads: int
+    head_size: int
+    num_rows: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.length
+
+
+# All of 4096 tokens, so that those of one model have the same program.
+MODELS = {
+    "MiniLM": (Batch(12, 32, 16, 256), Batch(12, 32, 64, 64)),
+    "bge-large": (Batch(16, 64, 8, 512),),
+    "a tower of 72": (Batch(16, 72, 1, 4096), Batch(16, 72, 4, 1024)),
+    "a tower of 80": (Batch(16, 80, 1, 4096),),
+}
+
+
+def compile_kernel(chip_name: str, batch: Batch) -> None:
+    """Compile the attention of a batch for a chip."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+    from jaxllm_kernels.platform import CHIPS
+    from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
+    from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
+    from jaxllm_kernels.topology import topology_devices
+
+    sharding = SingleDeviceSharding(topology_devices(f"{chip_name}-8")[0])
+    config = SelfAttentionConfig(scale=batch.head_size**-0.5, reach=None)
+
+    def attend(q, k, v, query_starts):  # noqa: ANN001, ANN202
+        return TpuSelfAttention(chip=chip_name)(q, k, v, query_starts, config)
+
+    heads = batch.num_tokens, batch.num_heads, batch.head_size
+    head = jax.ShapeDtypeStruct(heads, jnp.bfloat16, sharding=sharding)
+    starts = jax.ShapeDtypeStruct((65,), jnp.int32, sharding=sharding)
+    lowered = jax.jit(attend).lower(head, head, head, starts)
+    lowered.compile(dict(CHIPS[chip_name].compiler_options))
+
+
+def operands_of(batch: Batch, chip_name: str) -> list[Any]:
+    """The scalar operands of a batch's kernel, in their order."""
+    import numpy as np
+    from jaxllm_kernels.platform import CHIPS
+    from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES
+    from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, choose_sizes
+
+    heads = Heads(batch.num_heads, batch.num_heads, batch.head_size)
+    tile = choose_sizes(batch.num_tokens, heads, "bfloat16", CHIPS[chip_name]).tile
+    token = np.arange(batch.num_tokens)
+    first = (token - token % batch.length).reshape(-1, tile)
+    end = first + batch.length
+    low = first.min(axis=1)
+    return [
+        low - low % LANES, end.max(axis=1), first.max(axis=1), end.min(axis=1), batch.num_tokens
+    ]  # fmt: skip
+
+
+def show_bound(batch: Batch, chip_name: str, model: str, folder: Path) -> None:
+    """Follow the code of a batch's kernel, which was compiled into a folder."""
+    from followed_bundles import follow, read_code
+    from jaxllm_kernels.platform import CHIPS
+    from priced_hlo import CLOCK_MHZ
+
+    chip, clock = CHIPS[chip_name], CLOCK_MHZ[chip_name] * 1e6
+    (path,) = folder.glob("*ragged_self_attention*[0-9]-final_bundles.txt")
+    outcome = follow(
+        read_code(path),
+        operands_of(batch, chip_name),
+        bytes_per_cycle=chip.hbm_bytes_per_second / clock,
+    )
+    least = outcome.cycles / clock
+    products = 4 * batch.num_tokens * batch.length * batch.num_heads * batch.head_size
+    limit = products / chip.bf16_flops_per_second
+    print(
+        f"| {chip_name} | {model} | {batch.num_rows} of {batch.length} | {1e6 * least:.1f} "
+        f"| {1e6 * limit:.1f} | {limit / least:.2f} |",
+        flush=True,
+    )
+
+
+def show_bounds(chip_name: str, model: str) -> None:
+    """The compiler reads its flags once, so it has its own process."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = FLAGS | {"xla_jf_dump_to": folder}
+        subprocess.run(
+            [sys.executable, __file__, "--only-compile", "--chips", chip_name, "--models", model],
+            env=os.environ
+            | {
+                "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            },
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
+        for batch in MODELS[model]:
+            show_bound(batch, chip_name, model, Path(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if args.only_compile:
+        compile_kernel(args.chips[0], MODELS[args.models[0]][0])
+        return
+    print("| chip | model | rows | least, us | limit, us | share |")
+    print("|---|---|---|---|---|---|")
+    for chip_name, model in itertools.product(args.chips, args.models):
+        show_bounds(chip_name, model)
+
+
+if __name__ == "__main__":
+    main()
