@@ -250,21 +250,24 @@ def test_rows_of_several_tokens_of_mamba2(
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "operands", "state", "numbers", "vector"),
+    ("name", "kind", "operands", "state", "numbers", "vector"),
     [
         (
-            *("delta", MosaicDelta.tuned_for(CHIP)),
+            "delta",
+            MosaicDelta,
             operands_of_delta(NUM_ROWS * NUM_DRAFTS, 16, 32, 128),
             *((NUM_SLOTS, 32, 128, 128), 128 * 32, 2),
         ),
         (
-            *("ssd", MosaicSsd.tuned_for(CHIP)),
+            "ssd",
+            MosaicSsd,
             operands_of_ssd(NUM_ROWS * NUM_DRAFTS, 8, 64, 64, 128),
             *((NUM_SLOTS, 64, 64, 128), 32 * 128, 4),
         ),
     ],
 )
-def test_rows_with_drafts(compile_printing, name, op, operands, state, numbers, vector, tmp_path):
+def test_rows_with_drafts(compile_printing, name, kind, operands, state, numbers, vector, tmp_path):
+    op = kind.tuned_for(CHIP)
     compiled, log = compile_printing(
         lambda: compile_op(lower_drafts(op, operands, state), tmp_path)
     )
