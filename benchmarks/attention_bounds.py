@@ -162,7 +162,7 @@ def operands_of(batch: Batch, chip_name: str, shape: str) -> list[Any]:
     prepared = backend.prepare(ragged, (config,), num_tokens=num_tokens)
     (work,) = getattr(prepared, batch.kernel).values()
     if batch.kernel == "short":
-        *arrays, num_decodes = map(np.asarray, work.work)
+        *arrays, num_decodes = (np.asarray(x) for x in work.work if x is not None)
         return [int(work.num_steps), *arrays, int(num_decodes[0])]
     return [np.asarray(x) for x in work if x is not None]
 
@@ -204,21 +204,26 @@ def bound_of(batch: Batch, chip_name: str, shape: str, folder: Path) -> Bound:
     )
 
 
+def dump_code(folder: str, script: str, *arguments: str) -> None:
+    """Let a script compile for a chip, and the compiler write the code of kernels into a folder.
+    The compiler reads its flags once, so the script has its own process."""
+    flags = FLAGS | {"xla_jf_dump_to": folder}
+    subprocess.run(
+        [sys.executable, script, "--only-compile", *arguments],
+        env=os.environ
+        | {
+            "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        },
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def bounds_of(chip_name: str, shape: str) -> list[Bound]:
-    """The bounds of all batches. The compiler reads its flags once, so it has its own process."""
+    """The bounds of all batches."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = FLAGS | {"xla_jf_dump_to": folder}
-        arguments = [sys.executable, __file__, "--only-compile", "--chips", chip_name]
-        subprocess.run(
-            [*arguments, "--shapes", shape],
-            env=os.environ
-            | {
-                "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            },
-            check=True,
-            stderr=subprocess.DEVNULL,
-        )
+        dump_code(folder, __file__, "--chips", chip_name, "--shapes", shape)
         return [bound_of(batch, chip_name, shape, Path(folder)) for batch in BATCHES]
 
 

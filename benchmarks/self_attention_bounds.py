@@ -16,13 +16,11 @@ minute of a core for each chip and model.
 import argparse
 import itertools
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attention_bounds import FLAGS
+from attention_bounds import dump_code
 
 
 class Batch(NamedTuple):
@@ -112,19 +110,8 @@ def show_bound(batch: Batch, chip_name: str, model: str, folder: Path) -> None:
 
 
 def show_bounds(chip_name: str, model: str) -> None:
-    """The compiler reads its flags once, so it has its own process."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = FLAGS | {"xla_jf_dump_to": folder}
-        subprocess.run(
-            [sys.executable, __file__, "--only-compile", "--chips", chip_name, "--models", model],
-            env=os.environ
-            | {
-                "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
-                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            },
-            check=True,
-            stderr=subprocess.DEVNULL,
-        )
+        dump_code(folder, __file__, "--chips", chip_name, "--models", model)
         for batch in MODELS[model]:
             show_bound(batch, chip_name, model, Path(folder))
 
