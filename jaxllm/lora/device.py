@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxllm_kernels.low_rank.api import LowRank, LowRankOp
 
 from jaxllm.layers.linear import Linear
+from jaxllm.layers.router import Router
 from jaxllm.lora.adapter_file import Matrices
 from jaxllm.models.base import Model
 from jaxllm.models.checkpoint_map import Box, CheckpointMap, Concat, InHalves, Rows, Source, Tensor
@@ -142,10 +143,13 @@ class AdapterArrays:
 
 def targets_of(model: Any) -> Iterator[Target]:
     """The linear layers of an abstract model that adapters may change, of any storage: those of the
-    decoder. A tower's run before the step, and its outputs are shared by requests."""
+    decoder. A tower's run before the step, and its outputs are shared by requests. A router's
+    product is a part of its choice of experts."""
     names: CheckpointMap = model.checkpoint_map
     for path, module in nnx.iter_graph(model):
-        if not isinstance(module, Linear | CodedLinear) or path[0] == _TOWER:
+        if not isinstance(module, Linear | CodedLinear) or isinstance(module, Router):
+            continue
+        if path[0] == _TOWER:
             continue
         name = ".".join(map(str, path))
         weight: Any = module.weight  # pyright: ignore[reportAttributeAccessIssue]

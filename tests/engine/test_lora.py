@@ -8,7 +8,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, LoRARequest, SamplingParams, ValidationError
+from jaxllm.files import read_json
+from jaxllm.lora.device import adaptable_layers
+from jaxllm.models.architecture import read_architecture
+from jaxllm.models.registry import ModelRegistry, family_names
 from jaxllm.testing import make_tiny_adapter, make_tiny_checkpoint
+from tests.draws import ENCODERS
 from tests.profile import TINY
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -78,6 +83,41 @@ def test_a_request_is_answered_as_by_the_merged_model(files, loras, alone, asser
     assert_same(alone[lora], merged.generate(PROMPTS, PARAMS, use_tqdm=False), atol=1e-4)
     assert alone[lora][0].lora_request is lora
     assert alone[lora][0].outputs[0].lora_request is lora
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name == "qwen2_moe" else pytest.param(name, marks=pytest.mark.sweep)
+        for name in family_names()
+        if name not in ENCODERS
+    ],
+)
+def test_every_linear_layer_of_a_family_takes_an_adapter(tmp_path, assert_same, family):
+    model = make_tiny_checkpoint(tmp_path / "model", family)
+    layers = layers_of(model)
+    if not layers:
+        pytest.skip("it stores weights [in, out]")
+    names = sorted({layer.rpartition(".")[2] for layer in layers})
+    adapter = make_tiny_adapter(tmp_path / "adapter", model, target_modules=names)
+    llm = LLM(model, **TINY | LORA)
+    lora = LoRARequest("all", 1, adapter)
+    outputs = llm.generate(PROMPTS, PARAMS, lora_request=[lora, None, lora], use_tqdm=False)
+    merged = LLM(merge(model, adapter, tmp_path / "merged"), **TINY)
+    expected = merged.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_same(outputs[::2], expected[::2], atol=1e-3)
+    assert outputs[1].outputs[0].token_ids != expected[1].outputs[0].token_ids
+
+
+def test_a_router_takes_no_adapter(tmp_path):
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen2_moe")
+    assert not any(layer.endswith(".gate") for layer in layers_of(model))
+
+
+def layers_of(model):
+    architecture = read_architecture(read_json(model / "config.json"))
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, "float32")
+    return adaptable_layers(model)
 
 
 def test_logits_are_those_of_transformers_with_the_merged_weights(files, loras, alone):
