@@ -1,7 +1,9 @@
 """Self-attention for Hopper GPUs becomes good machine code, and a layer copies no queries, keys or
 values but to cut them out of their common projection."""
 
+import importlib
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.gpu import MosaicSelfAttention
-from jaxllm_kernels.ragged_self_attention.gpu_tiles import choose_sizes
+from jaxllm_kernels.ragged_self_attention.gpu_tiles import GROUP_TOKENS, choose_sizes
 from jaxllm_kernels.topology import topology_devices
 
 from tests.kernels.sass import Kernels, matrix_shapes, why_no_assembler
@@ -24,6 +26,9 @@ pytestmark = [
 
 CHIP = CHIPS["h200"]
 NAME = "ragged_self_attention"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Instructions that a thread may take for a score of a block, with and without masks.
+MOST_INSTRUCTIONS = 10, 7
 
 
 class Model(NamedTuple):
@@ -117,6 +122,17 @@ def test_models_compile(compile_printing, name):
     if not is_padded:
         # What tiles and queries see.
         assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
+def test_scores_take_few_instructions(compile_printing, monkeypatch):
+    model = MODELS["MiniLM"]
+    _, log = compile_printing(lambda: compile_layer(model, alone=True))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    loops = importlib.import_module("counted_sass").matrix_loops(log)
+    scores_of_thread = GROUP_TOKENS * choose_sizes(model.head_size).block_tokens / 128
+    masked, whole, last = (loop.issue / scores_of_thread for loop in loops)
+    assert masked == last <= MOST_INSTRUCTIONS[0]
+    assert whole <= MOST_INSTRUCTIONS[1]
 
 
 @pytest.mark.sweep

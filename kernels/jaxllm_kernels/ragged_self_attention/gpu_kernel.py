@@ -50,6 +50,11 @@ from jaxllm_kernels.ragged_paged_attention.gpu_worklist import item_of_worker
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.gpu_tiles import ALIGNMENT, Sizes, Tiles
 
+# The product of a key that is not seen. It is a power of two, so that multiplying it is exact, also
+# where a multiplication and a subtraction are one instruction. Otherwise a query that sees nothing
+# of a block would have what the largest score lost by rounding: 1e22.
+_UNSEEN = -(2.0**100)
+
 
 class _Item(NamedTuple):
     """A tile and a query head."""
@@ -204,17 +209,21 @@ def run(
                 first, end = (
                     load_seen(ref, rows) - item.start for ref in (tiles_ref.first, tiles_ref.end)
                 )
+                num_seen = jnp.maximum(end - first, 0).astype(jnp.uint32)
                 plgpu.barrier_wait(query_full.at[slot])
 
                 def attend_block(j, softmax, *, is_masked):
                     def to_scores(products):
-                        if not is_masked:
-                            return (products, factor) if factor > 0 else (products * factor, 1.0)
-                        key = over_rows(iota(block_tokens, PER_KEY), GROUP_TOKENS)
-                        passed = j * block_tokens
-                        seen = key >= over_columns(first - passed, block_tokens)
-                        seen &= key < over_columns(end - passed, block_tokens)
-                        return jnp.where(seen, products * factor, UNSEEN), 1.0
+                        scores, left = (
+                            (products, factor) if factor > 0 else (products * factor, 1.0)
+                        )
+                        if is_masked:
+                            # A comparison without signs is one for both ends.
+                            key = over_rows(iota(block_tokens, PER_KEY), GROUP_TOKENS)
+                            place = key - over_columns(first - j * block_tokens, block_tokens)
+                            seen = place.astype(jnp.uint32) < over_columns(num_seen, block_tokens)
+                            scores = jnp.where(seen, scores, _UNSEEN)
+                        return scores, left
 
                     return turns.attend_block(softmax, queries.at[slot, group], used + j, to_scores)
 
