@@ -1,16 +1,19 @@
-"""The least time of the TPU kernel for self-attention, from the compiler's output.
+"""The least time of the kernels for self-attention, from the compilers' output.
 
     python benchmarks/self_attention_bounds.py --chips v5e v6e
+    python benchmarks/self_attention_bounds.py --chips h200
 
-compiles the kernel for chips that are not there, with the options of plans, and follows its code
-with the tiles of real batches (`followed_bundles.py`). Each line has
+compiles the kernel for chips that are not there, with the options of plans. It follows the code for
+a TPU with the tiles of real batches (`followed_bundles.py`), and counts the instructions for a GPU
+(`counted_sass.py`). Each line has
 
-  - least: the time of the bundles that a core executes, with waits for copies
+  - least: the time of the bundles that a core executes, with waits for copies; on a GPU that of its
+    busiest unit for the blocks of the busiest multiprocessor
   - limit: the time in which the matrix units compute the products of the heads' own sizes
   - share: limit / least, and no more is possible. Stalls and latencies of a chip come on top.
 
 These are bounds, and nothing is measured. Takes `pip install -e ".[dev,tpu]"`, and about half a
-minute of a core for each chip and model.
+minute of a core for each chip and model; for a GPU what `tests/README.md` names.
 """
 
 import argparse
@@ -52,20 +55,25 @@ def compile_kernel(chip_name: str, batch: Batch) -> None:
     from jax.sharding import SingleDeviceSharding
     from jaxllm_kernels.platform import CHIPS
     from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
+    from jaxllm_kernels.ragged_self_attention.gpu import MosaicSelfAttention
     from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
     from jaxllm_kernels.topology import topology_devices
 
-    sharding = SingleDeviceSharding(topology_devices(f"{chip_name}-8")[0])
+    chip = CHIPS[chip_name]
+    is_gpu = chip.platform == "gpu"
+    sharding = SingleDeviceSharding(topology_devices(chip_name if is_gpu else f"{chip_name}-8")[0])
+    op = MosaicSelfAttention.tuned_for(chip) if is_gpu else TpuSelfAttention(chip=chip_name)
     config = SelfAttentionConfig(scale=batch.head_size**-0.5, reach=None)
 
     def attend(q, k, v, query_starts):  # noqa: ANN001, ANN202
-        return TpuSelfAttention(chip=chip_name)(q, k, v, query_starts, config)
+        return op(q, k, v, query_starts, config)
 
     heads = batch.num_tokens, batch.num_heads, batch.head_size
     head = jax.ShapeDtypeStruct(heads, jnp.bfloat16, sharding=sharding)
     starts = jax.ShapeDtypeStruct((65,), jnp.int32, sharding=sharding)
-    lowered = jax.jit(attend).lower(head, head, head, starts)
-    lowered.compile(dict(CHIPS[chip_name].compiler_options))
+    traced = jax.jit(attend).trace(head, head, head, starts)
+    lowered = traced.lower(lowering_platforms=("cuda" if is_gpu else "tpu",))
+    lowered.compile(dict(chip.compiler_options))
 
 
 def operands_of(batch: Batch, chip_name: str) -> list[Any]:
@@ -99,9 +107,15 @@ def show_bound(batch: Batch, chip_name: str, model: str, folder: Path) -> None:
         operands_of(batch, chip_name),
         bytes_per_cycle=chip.hbm_bytes_per_second / clock,
     )
-    least = outcome.cycles / clock
+    show(batch, chip_name, model, outcome.cycles / clock)
+
+
+def show(batch: Batch, chip_name: str, model: str, least: float) -> None:
+    """Print a line, of the least seconds of a batch."""
+    from jaxllm_kernels.platform import CHIPS
+
     products = 4 * batch.num_tokens * batch.length * batch.num_heads * batch.head_size
-    limit = products / chip.bf16_flops_per_second
+    limit = products / CHIPS[chip_name].bf16_flops_per_second
     print(
         f"| {chip_name} | {model} | {batch.num_rows} of {batch.length} | {1e6 * least:.1f} "
         f"| {1e6 * limit:.1f} | {limit / least:.2f} |",
@@ -109,7 +123,21 @@ def show_bound(batch: Batch, chip_name: str, model: str, folder: Path) -> None:
     )
 
 
+def show_bounds_of_gpu(chip_name: str, model: str) -> None:
+    import numpy as np
+    from self_attention_gpu import busiest, least_seconds, machine_code
+
+    code = machine_code(__file__, "--chips", chip_name, "--models", model)
+    for batch in MODELS[model]:
+        starts = np.arange(batch.num_rows + 1, dtype=np.int32) * batch.length
+        blocks = busiest(starts, batch.num_tokens, batch.num_heads, batch.head_size)
+        show(batch, chip_name, model, least_seconds(code, blocks))
+
+
 def show_bounds(chip_name: str, model: str) -> None:
+    if chip_name == "h200":
+        show_bounds_of_gpu(chip_name, model)
+        return
     with tempfile.TemporaryDirectory() as folder:
         dump_code(folder, __file__, "--chips", chip_name, "--models", model)
         for batch in MODELS[model]:

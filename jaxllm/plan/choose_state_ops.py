@@ -15,6 +15,7 @@ from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.native.library import Library, NoLibrary
 from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.ragged_self_attention.gpu import MosaicSelfAttention
 from jaxllm_kernels.ragged_self_attention.native import NativeSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 from jaxllm_kernels.ragged_self_attention.xla import XlaSelfAttention
@@ -60,8 +61,6 @@ def choose_state_ops(
         return None
     mixers = {mixer for layer in architecture.layers for mixer in layer.mixers}
     if encoder_tokens is not None:
-        if chip.platform == "gpu":
-            logger.warning("self-attention: XLA's loops, since %s has no kernel", chip.name)
         ops = encoder_ops(chip, library, dtype, num_shards, mixers, encoder_tokens)
         return replace(ops, row_sums=row_sums)
     ops = replace(_ops_by_xla(chip), row_sums=row_sums)
@@ -182,9 +181,10 @@ def encoder_ops(
     device has all of them."""
     ops = _ops_by_xla(chip)
     load: Callable[[], Any]
-    if chip.platform == "tpu":
-        asked = (dtype, num_shards, mixers, max_num_tokens)
-        load = functools.partial(_self_attention_on_tpu, chip, *asked, is_cut=is_cut)
+    if chip.platform in ("gpu", "tpu"):
+        load = functools.partial(
+            _self_attention_by_pallas, chip, dtype, num_shards, mixers, max_num_tokens, is_cut
+        )
     elif chip.platform == "cpu" and not isinstance(library, NoLibrary):
         load = functools.partial(NativeSelfAttention.load, library)
     else:
@@ -196,18 +196,22 @@ def encoder_ops(
         return ops
 
 
-def _self_attention_on_tpu(
+def _self_attention_by_pallas(
     chip: Chip,
     dtype: Any,
     num_shards: int,
     mixers: Iterable[SelfAttentionSpec],
     max_num_tokens: int,
-    *,
     is_cut: bool,
-) -> TpuSelfAttention:
+) -> TpuSelfAttention | MosaicSelfAttention:
     """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
     if num_shards > 1 and not is_cut:
         raise ValueError("XLA does not repeat the kernel on devices that heads are not cut over")
+    if chip.platform == "gpu":
+        attention = MosaicSelfAttention.tuned_for(chip)
+        for mixer in mixers:
+            attention.check(head_size=mixer.head_size, dtype=dtype)
+        return attention
     attention = TpuSelfAttention(chip=chip.name)
     for mixer in mixers:
         attention.check(

@@ -20,6 +20,7 @@ SCRIPTS = [
     "plots",
     "predict",
     "quality",
+    "recurrent_tpu",
     "replicas",
     "sampler",
     "self_attention_bounds",

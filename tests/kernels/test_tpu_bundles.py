@@ -23,10 +23,10 @@ from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, choose_sizes
 RECORD = Path(__file__).with_name("tpu_bundles.json")
 KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
 LATENTS = tuple(f"latent_attention_{kind}" for kind in ("decode", "short", "prefill"))
-KERNELS += (*LATENTS, "experts_few", "experts_many", "delta_decode", "ssd_decode")
+KERNELS += (*LATENTS, "experts_few", "experts_many", "delta_decode", "delta_tiles", "ssd_decode")
 KERNELS += ("self_attention",)
 # Those whose longest code is that of a block of what they read.
-WITH_BLOCKS = (*LATENTS, "delta_decode", "ssd_decode", "self_attention")
+WITH_BLOCKS = (*LATENTS, "delta_decode", "delta_tiles", "ssd_decode", "self_attention")
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -53,7 +53,7 @@ experts = load("test_tpu_experts_compile")
 model = experts.MODELS["Qwen3-30B-A3B, whole experts on 8 devices"]
 for num_tokens in (64, 2048):
     experts.compile_experts(model, num_tokens, devices[0])
-load("test_tpu_delta_compile").compile_delta(devices[0])
+load("test_tpu_delta_compile").compile_delta(devices[0], decode_only=False)
 load("test_tpu_ssd_compile").compile_mamba(devices[0])
 attention = load("test_tpu_self_attention_compile")
 attention.compile_layer(devices[0], attention.MODELS["MiniLM"], alone=True)
@@ -141,6 +141,22 @@ def test_decodes_of_the_delta_rule_are_computed_faster_than_states_are_moved(chi
     moved = 2 * 16 * 128 * 128 * 4 / CHIP_FACTS[chip].hbm_bytes_per_second
     bundles = json.loads(RECORD.read_text())["chips"][chip]["delta_decode"]["longest"]
     assert bundles / CLOCKS[chip] <= (0.9 if chip == "v7x" else 0.5) * moved
+
+
+# The code of tiles over the time of their products: heads of 64 tokens fill a quarter of v6e's and
+# v7x's matrix units.
+MOST_OF_PRODUCTS = {"v5e": 2.4, "v6e": 8.5, "v7x": 8.8}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_tiles_of_the_delta_rule_are_not_much_longer_than_their_products(chip):
+    # The longest code is that of four heads, whose products would take so long on float32 as six
+    # of bfloat16: those of two key heads, of states, and of triangular matrices.
+    square, state = 64 * 64 * 64, 64 * 128 * 128
+    products = 2 * (4 * (4 + 4) * square + 2 * 4 * square + 4 * 3 * state)
+    least = 6 * products / CHIP_FACTS[chip].bf16_flops_per_second
+    bundles = json.loads(RECORD.read_text())["chips"][chip]["delta_tiles"]["longest"]
+    assert bundles / CLOCKS[chip] <= MOST_OF_PRODUCTS[chip] * least
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])

@@ -1,4 +1,5 @@
-"""The gated delta rule passes the TPU compilers: no states are gathered, copied or scattered."""
+"""The gated delta rule passes the TPU compilers: no states are gathered, copied or scattered, and
+XLA computes no tiles."""
 
 import importlib.util
 import re
@@ -72,6 +73,7 @@ def compile_delta(
     ("chip", "options"),
     [
         ("v6e", {}),
+        ("v6e", {"decode_only": False}),
         *(
             pytest.param(chip, options, marks=pytest.mark.sweep)
             for chip in SLICES
@@ -83,10 +85,19 @@ def compile_delta(
                 {"num_rows": 1},
             )
         ),
+        *(
+            pytest.param(chip, {**options, "decode_only": False}, marks=pytest.mark.sweep)
+            for chip in ("v5e", "v6e", "v7x")
+            for options in (
+                {"num_key_heads": 32, "by_channel": True},
+                {"num_key_heads": 2, "num_heads": 4},
+                {"num_key_heads": 3, "num_heads": 15},
+            )
+        ),
     ],
     ids=str,
 )
-def test_no_decode_gathers_or_copies_states(chip, options):
+def test_no_row_gathers_or_copies_states(chip, options):
     compiled = compile_delta(topology_devices(SLICES[chip])[0], **options)
     num_heads, memory = options.get("num_heads", 32), compiled.memory_analysis()
     state_bytes = 4 * num_heads * 128 * 128
@@ -96,3 +107,6 @@ def test_no_decode_gathers_or_copies_states(chip, options):
         assert memory.temp_size_in_bytes < 2 * state_bytes
     made = re.findall(rf"= f32\[\d+,{num_heads},128,128\]\S* ([\w-]+)\(", compiled.as_text())
     assert not {"copy", "copy-start", "gather"} & set(made)
+    if not options.get("decode_only", True) and chip != "v4":  # of which a chip has two cores
+        assert "delta_tiles" in compiled.as_text()
+        assert " while(" not in compiled.as_text()

@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ragged_paged_attention.api import BatchLimits
+from jaxllm_kernels.ragged_self_attention.gpu import MosaicSelfAttention
 from jaxllm_kernels.ragged_self_attention.tpu import TpuSelfAttention
 
 from jaxllm.files import read_json
@@ -18,6 +20,10 @@ from jaxllm.plan.images import plan_images
 from jaxllm.testing import make_tiny_checkpoint
 
 LIBRARY = NoLibrary("an accelerator")
+H200 = CHIPS["h200"]
+needs_mosaic = pytest.mark.skipif(
+    bool(why_no_mosaic_gpu()), reason=f"the GPU kernels: {why_no_mosaic_gpu()}"
+)
 SPEC = SelfAttentionSpec(num_heads=12, num_kv_heads=12, head_size=32, scale=1.0)
 
 
@@ -35,11 +41,39 @@ def test_tpus_have_a_kernel(caplog):
         ({}, "bfloat16", 1 << 18, "keys and values of 262144 tokens do not fit into VMEM"),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_said(changed, dtype, num_tokens, why, caplog):
+def test_what_the_kernel_for_tpus_does_not_compute_is_said(changed, dtype, num_tokens, why, caplog):
     mixers = [SPEC, dataclasses.replace(SPEC, **changed)]
     ops = encoder_ops(CHIPS["v6e"], LIBRARY, dtype, 1, mixers, num_tokens)
     assert ops.self_attention.name == "xla"
     assert f"self-attention: XLA's loops, since {why}" in caplog.text
+
+
+@needs_mosaic
+@pytest.mark.parametrize("chip", ["h100", "h200"])
+def test_hopper_has_a_kernel(chip, caplog):
+    ops = encoder_ops(CHIPS[chip], LIBRARY, "bfloat16", 4, [SPEC], 1 << 18)
+    assert ops.self_attention == MosaicSelfAttention()
+    assert not caplog.records
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("changed", "dtype", "why"),
+    [
+        ({}, "float32", "it computes in 16 bits, not in float32"),
+        ({"head_size": 192}, "bfloat16", "heads of 192 are neither of 256 nor up to 128"),
+    ],
+)
+def test_what_the_kernel_for_hopper_does_not_compute_is_said(changed, dtype, why, caplog):
+    mixers = [SPEC, dataclasses.replace(SPEC, **changed)]
+    assert encoder_ops(H200, LIBRARY, dtype, 1, mixers, 64).self_attention.name == "xla"
+    assert f"self-attention: XLA's loops, since {why}" in caplog.text
+
+
+def test_other_gpus_take_the_loops(caplog):
+    a100 = dataclasses.replace(H200, name="a100", compute_capability=(8, 0))
+    assert encoder_ops(a100, LIBRARY, "bfloat16", 1, [SPEC], 64).self_attention.name == "xla"
+    assert "since it runs on Hopper GPUs (compute capability 9.0), not on a100" in caplog.text
 
 
 @pytest.mark.parametrize(("num_shards", "name"), [(1, "tpu"), (2, "xla")])

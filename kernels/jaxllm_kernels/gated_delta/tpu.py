@@ -1,4 +1,7 @@
-"""The gated delta rule on TPUs: decodes by a Pallas kernel, drafts and tiles by XLA."""
+"""The gated delta rule on TPUs: decodes and tiles by Pallas kernels, drafts by XLA.
+
+Tiles are XLA's, too, where all heads of a device do not fit into VMEM, and on chips of two cores.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ class TpuDelta:
     name: str = "tpu"
     # Bytes of a block of states in place of the usual number; tests make it small.
     block_bytes: int | None = None
-    # Emulate the kernel on a CPU, with a race detector.
+    # Emulate the kernels on a CPU, with a race detector.
     interpret: bool = False
 
     def check(self, num_key_heads: int, num_heads: int, key_size: int, value_size: int) -> None:
@@ -42,15 +45,26 @@ class TpuDelta:
     ) -> tuple[jax.Array, jax.Array]:
         # Importing Pallas takes long, and other platforms do not need it.
         from jaxllm_kernels.gated_delta.tpu_decode import run_decodes
+        from jaxllm_kernels.gated_delta.tpu_tiles import fits, run_delta_tiles
 
+        interpret = interpreter(self._chip, self.interpret)
         decodes = functools.partial(
             run_decodes,
             chip=self._chip,
             block_bytes=self.block_bytes,
-            interpret=interpreter(self._chip, self.interpret),
+            interpret=interpret,
         )
+        tiles = functools.partial(run_delta_tiles, interpret=interpret)
+        if not fits(
+            self._chip,
+            q.shape[1],
+            v.shape[1],
+            (state.shape[2], state.shape[3]),
+            log_decay.ndim == 3,
+        ):
+            tiles = None
         by_xla = XlaDelta().tuned_for(self._chip)
-        return by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes)
+        return by_xla(q, k, v, log_decay, beta, state, rows, decodes=decodes, tiles=tiles)
 
     @property
     def _chip(self) -> Chip:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, scan_rows
+from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, Tiles, scan_rows
 
 # Tokens of a block of the triangular system. Blocks on the diagonal are inverted as a whole.
 _BLOCK = 16
@@ -50,8 +50,9 @@ class XlaDelta:
         rows: StateRows,
         *,
         decodes: Decodes | None = None,
+        tiles: Tiles | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`decodes` computes them in place of XLA."""
+        """`decodes` and `tiles` compute these in place of XLA."""
         return scan_rows(
             _step,
             CHUNK,
@@ -61,6 +62,7 @@ class XlaDelta:
             out_shape=v.shape[1:],
             at_once=self.at_once,
             decodes=decodes,
+            tiles=tiles,
         )
 
 

@@ -37,6 +37,7 @@ from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.mla.gpu_tiles import BLOCK, FRONT, LINES, Teams, Tiles
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     BlockRing,
+    Pages,
     Span,
     operand_transforms,
 )
@@ -157,7 +158,8 @@ def attend(
 
         def produce():
             plgpu.set_max_registers(_REGISTERS[0], action="decrease")
-            ring.send_all(last - first, lambda i: read_item(i).rows, cache_ref, tables_ref, blocks)
+            pages = Pages(cache_ref, tables_ref)
+            ring.send_all(last - first, lambda i: read_item(i).rows, pages, blocks)
 
         def add_values(weighted, rows, columns: range):
             """The sums of some columns, with those of a block."""

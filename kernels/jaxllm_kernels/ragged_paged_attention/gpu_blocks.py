@@ -23,7 +23,7 @@ that at every span's end, with nothing in flight meanwhile.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +162,7 @@ class BlockRing:
     # Operations of the producer.
 
     def send_all(
-        self, num_spans, begin_span: Callable[[Any], Span], cache, block_tables, refs: RingRefs
+        self, num_spans, begin_span: Callable[[Any], Span], source: "Source", refs: RingRefs
     ) -> None:
         """Send the blocks of all spans, and wait until the readers have read everything.
 
@@ -176,7 +176,7 @@ class BlockRing:
             num_blocks = self.count_blocks(span)
 
             def send_block(j, _):
-                self._send_block(span, j, sent + j, cache, block_tables, refs)
+                self._send_block(span, j, sent + j, source, refs)
 
             lax.fori_loop(jnp.int32(0), num_blocks, send_block, None)
             return sent + num_blocks
@@ -211,21 +211,25 @@ class BlockRing:
 
         return stage
 
-    def _send_block(self, span: Span, i, block, cache, block_tables, refs: RingRefs) -> None:
+    def _send_block(self, span: Span, i, block, source: "Source", refs: RingRefs) -> None:
         """Send block i of a span, which is this block of the kernel."""
-        # Look up the pages before waiting for a free place, which hides the latency.
-        pages = self._look_up(span, i, block_tables)
+        # Look up the places before waiting for a free one in the ring, which hides the latency.
+        places = source.look_up(self, span, i)
+
+        def copy(which, target, barrier):
+            source.copy(self, span, which, i, places, target, barrier)
+
         if not self.converts:
             for which in range(self.num_kinds):
                 stage = self._wait_until_free(refs, which, block)
-                self._copy(span, which, i, pages, cache, refs.stages.at[stage], refs.full.at[stage])
+                copy(which, refs.stages.at[stage], refs.full.at[stage])
             return
 
         # One code path for keys and values: then the compiler keeps fewer addresses.
         def convert_and_copy(which, _):
             self._convert(refs, which, block - self.num_staged)
             slot = self._slot(which, block)
-            self._copy(span, which, i, pages, cache, refs.staged.at[slot], refs.landed.at[slot])
+            copy(which, refs.staged.at[slot], refs.landed.at[slot])
 
         lax.fori_loop(jnp.int32(KEYS), jnp.int32(VALUES + 1), convert_and_copy, None)
 
@@ -251,35 +255,6 @@ class BlockRing:
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs.full.at[stage])
 
-    def _look_up(self, span: Span, i, block_tables) -> list[Any]:
-        """The page of each copy of block i; after the span's end its last page again."""
-        first = span.start + i * self.block_tokens
-        tokens = (first + j * self.load_tokens for j in range(self.num_copies))
-        return [
-            block_tables[
-                span.row, lax.div(jnp.minimum(token, span.end - 1), jnp.int32(self.page_tokens))
-            ]
-            for token in tokens
-        ]
-
-    def _copy(self, span: Span, which, i, pages, cache, target, barrier) -> None:
-        """Start to copy block i of a span; pages after its end count as copied."""
-        size = self.load_tokens
-        for j, page in enumerate(pages):
-            token = span.start + i * self.block_tokens + j * size
-
-            @pl.when(token < span.end)
-            def _(j=j, token=token, page=page):
-                source = cache.at[page if span.head is None else (page, which, span.head)]
-                if size < self.page_tokens:
-                    offset = lax.rem(token, jnp.int32(self.page_tokens))
-                    source = source.at[pl.ds(pl.multiple_of(offset, size), size)]
-                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * size, size)], barrier)
-
-            @pl.when(token >= span.end)
-            def _():
-                plgpu.barrier_arrive(barrier)
-
     def _for_each_part(self, body, first_row=0, columns: range | None = None) -> None:
         """Call body with the index and the first row of each part of a block, from a row on.
 
@@ -299,6 +274,54 @@ class BlockRing:
         first_part = lax.shift_right_logical(jnp.int32(first_row), jnp.int32(6)) * num_across
         num_parts = self.block_tokens // 64 * num_across
         lax.fori_loop(first_part, jnp.int32(num_parts), visit, None)
+
+
+class Source(Protocol):
+    """Where a producer finds keys and values, in the kernel's arguments."""
+
+    def look_up(self, ring: BlockRing, span: Span, i) -> Any:
+        """Read where block i of a span is."""
+        ...
+
+    def copy(self, ring: BlockRing, span: Span, which, i, places: Any, target, barrier) -> None:
+        """Start to copy the keys or values of block i, given what `look_up` returned."""
+        ...
+
+
+class Pages(NamedTuple):
+    """A paged cache: the `Source` of decoders."""
+
+    cache: Any
+    block_tables: Any
+
+    def look_up(self, ring: BlockRing, span: Span, i) -> list[Any]:
+        """The page of each copy of block i; after the span's end its last page again."""
+        first = span.start + i * ring.block_tokens
+        tokens = (first + j * ring.load_tokens for j in range(ring.num_copies))
+        return [
+            self.block_tables[
+                span.row, lax.div(jnp.minimum(token, span.end - 1), jnp.int32(ring.page_tokens))
+            ]
+            for token in tokens
+        ]
+
+    def copy(self, ring: BlockRing, span: Span, which, i, places: list[Any], target, barrier):
+        """Start to copy block i of a span; pages after its end count as copied."""
+        size = ring.load_tokens
+        for j, page in enumerate(places):
+            token = span.start + i * ring.block_tokens + j * size
+
+            @pl.when(token < span.end)
+            def _(j=j, token=token, page=page):
+                source = self.cache.at[page if span.head is None else (page, which, span.head)]
+                if size < ring.page_tokens:
+                    offset = lax.rem(token, jnp.int32(ring.page_tokens))
+                    source = source.at[pl.ds(pl.multiple_of(offset, size), size)]
+                plgpu.copy_gmem_to_smem(source, target.at[pl.ds(j * size, size)], barrier)
+
+            @pl.when(token >= span.end)
+            def _():
+                plgpu.barrier_arrive(barrier)
 
 
 def operand_transforms(width: int, dtype: DTypeLike):

@@ -38,6 +38,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     KEYS,
     VALUES,
     BlockRing,
+    Pages,
     Span,
     operand_columns,
     operand_transforms,
@@ -221,7 +222,7 @@ def _attend_items(
                     send_queries(i, item)
                 return span_of(item)
 
-            ring.send_all(last - first, begin_item, cache_ref, tables_ref, blocks)
+            ring.send_all(last - first, begin_item, Pages(cache_ref, tables_ref), blocks)
             num_decodes = first_short - first
             for age in range(query_slots, 0, -1):
 

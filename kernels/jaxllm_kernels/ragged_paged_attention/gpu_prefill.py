@@ -2,19 +2,8 @@
 
 A tile's products grow with its tokens, but the keys that it reads do not. So the limit is the
 tensor cores. A tile is 128 tokens of one query head: 64 for each of two compute warpgroups. Both
-read the same blocks, which a producer warpgroup fetches (`gpu_blocks`). They take turns: one
-computes its softmax weights while the other uses the tensor cores (the ping-pong of
-FlashAttention-3). This is an item of two blocks:
-
-    turn               1           2            3           4            5
-    warpgroup 0   q.k  |  softmax  |  p.v  q.k  |  softmax  |  p.v       |
-    warpgroup 1        |  q.k      |  softmax   |  p.v q.k  |  softmax   |  p.v
-
-Each turn is a phase of one barrier, at which both warpgroups arrive. So both arrive equally often:
-warpgroup 1 once before its first block, warpgroup 0 once after its last. A warpgroup arrives when
-it has issued q.k, before the product is there, and when it has its weights, before the values are
-there. It waits for p.v before it issues the next q.k. Warpgroup 0 is a turn ahead, so it zeroes the
-end of the last block of values for both, before it multiplies by them.
+read the same blocks, which a producer warpgroup fetches, and take turns (`gpu_turns`). Warpgroup 0
+is a turn ahead, so it zeroes the end of the last block of values for both.
 
 Where tokens of an image see each other, a tile reads the keys up to the last one that any of its
 tokens sees, and its masks have the last key of each (`RaggedBatch.last_seen`). All keys of the step
@@ -46,9 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxllm_kernels.compat import smem_transforms, store_unoptimized
 from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig
 from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
-    KEYS,
-    VALUES,
     BlockRing,
+    Pages,
     Span,
     operand_columns,
     operand_transforms,
@@ -61,25 +49,31 @@ from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
     to_scores,
     to_unscaled_scores,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_tuning import PREFILL_TILE_TOKENS, Tuning
+from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
+    GROUP_TOKENS,
+    NUM_GROUPS,
+    Tuning,
+)
+from jaxllm_kernels.ragged_paged_attention.gpu_turns import (
+    MATRIX,
+    PER_KEY,
+    PER_TOKEN,
+    REGISTERS,
+    Softmax,
+    Turns,
+    iota,
+    over_columns,
+    over_rows,
+    weights_scratch,
+)
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import PrefillTiles, item_of_worker
-
-_GROUP_TOKENS = 64  # of a compute warpgroup: the rows of a matrix instruction
-_NUM_GROUPS = PREFILL_TILE_TOKENS // _GROUP_TOKENS
 
 _STORE_ALIGNMENT = 128  # bytes
 # Rows by which the second copy of outputs is moved.
 _MOVED_BY = 2
 
-# Registers per thread: of the producer, and of each compute warpgroup. A thread block starts with
-# 168 for each of its three warpgroups. A warpgroup that requests more than the others have released
-# waits forever, so the sum is at most 504. A producer that converts blocks needs more registers.
-_REGISTERS = (40, 232)
+# A producer that converts blocks needs more registers.
 _REGISTERS_IF_CONVERTING = (56, 224)
-
-_MATRIX = plgpu.Layout.WGMMA
-_PER_TOKEN = plgpu.Layout.WGMMA.reduce(1)
-_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 
 
 class _Item(NamedTuple):
@@ -109,12 +103,12 @@ def prefill(
 
     The queries are [T, N, H] with PREFILL_TILE_TOKENS - 1 rows more.
     """
-    ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=_NUM_GROUPS)
+    ring = BlockRing.of(tuning, cache=cache, dtype=q.dtype, num_readers=NUM_GROUPS)
     _, num_heads, head_size = q.shape
     heads_per_kv_head = num_heads // config.num_kv_heads
     block_tokens = ring.block_tokens
     sees_ahead = tiles.last_seen is not None
-    registers = _REGISTERS_IF_CONVERTING if ring.converts else _REGISTERS
+    registers = _REGISTERS_IF_CONVERTING if ring.converts else REGISTERS
     # Registers do not suffice for a third loop if the head size is 256 and the producer converts.
     # Then all blocks of a window are masked.
     has_three_loops = config.sliding_window is not None and not (ring.converts and head_size > 128)
@@ -135,7 +129,7 @@ def prefill(
     ):
         queries, outputs = queries_or_outputs
         group = lax.axis_index("warpgroup")
-
+        turns = Turns(ring=ring, blocks=blocks, turn=turn, group=group, weights=weights)
         worker = lax.axis_index("worker")
 
         def count_items():
@@ -170,31 +164,27 @@ def prefill(
             def begin_item(i):
                 return read_item(i).keys
 
-            ring.send_all(count_items(), begin_item, cache_ref, tables_ref, blocks)
-
-        def take_turn():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            ring.send_all(count_items(), begin_item, Pages(cache_ref, tables_ref), blocks)
 
         def load_last_seen(first_token):
             """The positions of the last keys that a warpgroup's queries see."""
-            rows = pl.ds(first_token, _GROUP_TOKENS)
-            last = plgpu.load(tiles_ref.last_seen.at[rows], layout=_PER_TOKEN, optimized=False)  # pyright: ignore[reportCallIssue]
-            return plgpu.layout_cast(last, _PER_TOKEN)
+            rows = pl.ds(first_token, GROUP_TOKENS)
+            last = plgpu.load(tiles_ref.last_seen.at[rows], layout=PER_TOKEN, optimized=False)  # pyright: ignore[reportCallIssue]
+            return plgpu.layout_cast(last, PER_TOKEN)
 
         def is_seen(first_query, last_seen):
             """Which keys of a block are seen, by queries from this place of the block on. They see
             the keys up to these places, or up to themselves."""
             # One number per key and one per query: one number per score would need registers that
             # head size 256 does not leave.
-            key = _over_rows(_iota(block_tokens, _PER_KEY), _GROUP_TOKENS)
+            key = over_rows(iota(block_tokens, PER_KEY), GROUP_TOKENS)
             if last_seen is not None and config.sliding_window is None:
                 # What nothing uses has no layout that the compiler could find.
-                return key <= _over_columns(last_seen, block_tokens)
-            query = _iota(_GROUP_TOKENS, _PER_TOKEN) + first_query
-            seen = key <= _over_columns(query if last_seen is None else last_seen, block_tokens)
+                return key <= over_columns(last_seen, block_tokens)
+            query = iota(GROUP_TOKENS, PER_TOKEN) + first_query
+            seen = key <= over_columns(query if last_seen is None else last_seen, block_tokens)
             if config.sliding_window is not None:
-                seen &= key > _over_columns(query - config.sliding_window, block_tokens)
+                seen &= key > over_columns(query - config.sliding_window, block_tokens)
             return seen
 
         def compute():
@@ -205,78 +195,49 @@ def prefill(
                 head, span = item.head, item.keys
                 num_blocks = ring.count_blocks(span)
                 # The first query of this warpgroup: its flat position, and its position in the row.
-                first_token = item.token + group * _GROUP_TOKENS
-                first_query = item.position + group * _GROUP_TOKENS
+                first_token = item.token + group * GROUP_TOKENS
+                first_query = item.position + group * GROUP_TOKENS
                 factor = score_factor(scalars_ref.key_scales, span.head, config)
 
                 # The previous item's outputs are in the same memory.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                rows = pl.ds(first_token, _GROUP_TOKENS)
-                queries[group] = plgpu.load(q_ref.at[rows, head], layout=_MATRIX, optimized=False)  # pyright: ignore[reportCallIssue]
+                rows = pl.ds(first_token, GROUP_TOKENS)
+                queries[group] = plgpu.load(q_ref.at[rows, head], layout=MATRIX, optimized=False)  # pyright: ignore[reportCallIssue]
                 plgpu.commit_smem()
 
                 def attend_block(j, softmax, *, is_masked, has_end):
-                    weighted, largest, total = softmax
-                    keys = ring.wait(blocks, KEYS, used + j)
-
-                    def multiply(accumulator):
-                        plgpu.wgmma(accumulator, queries.at[group], keys.T)
-                        take_turn()
-                        return accumulator[...]
-
-                    shape = (_GROUP_TOKENS, block_tokens)
-                    products = pl.run_scoped(
-                        multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32)
-                    )
-                    ring.release(blocks, KEYS, used + j)
-                    if is_masked:
-                        scores, factor_left = to_scores(products, factor, config), 1.0
+                    def to_block_scores(products):
+                        if not is_masked:
+                            return to_unscaled_scores(products, factor, config)
+                        scores = to_scores(products, factor, config)
                         last_seen = None
                         if sees_ahead:
                             # Loaded for each block: kept, they would take registers from the loops.
                             last_seen = load_last_seen(first_token) - span.start - j * block_tokens
                         seen = is_seen(first_query - span.start - j * block_tokens, last_seen)
-                        scores = jnp.where(seen, scores, UNSEEN)
-                    else:
-                        scores, factor_left = to_unscaled_scores(products, factor, config)
-                    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor_left)
-                    decay = jnp.exp2(largest - new_largest)
-                    p = jnp.exp2(scores * factor_left - _over_columns(new_largest, block_tokens))
-                    weighted = weighted * _over_columns(decay, head_size)
-                    total = total * decay + p.sum(axis=1)
-                    # All of this must be computed before the other warpgroup's turn ends.
-                    weighted, new_largest, total, p = lax.optimization_barrier(
-                        (weighted, new_largest, total, p.astype(ring.dtype))
-                    )
-                    plgpu.barrier_arrive(turn)
-                    values = ring.wait(blocks, VALUES, used + j)
-                    if has_end:
+                        return jnp.where(seen, scores, UNSEEN), 1.0
+
+                    def zero_end():
                         num_tokens = span.end - span.start - j * block_tokens
+                        pl.when(group == 0)(lambda: ring.zero_end(blocks, used + j, num_tokens))
 
-                        @pl.when(group == 0)
-                        def _():
-                            ring.zero_end(blocks, used + j, num_tokens)
-
-                    plgpu.barrier_wait(turn)
-                    staged = None if weights is None else weights.at[group]
-                    weighted = _accumulate(weighted, p, values, staged)
-                    ring.release(blocks, VALUES, used + j)
-                    return weighted, new_largest, total
+                    return turns.attend_block(
+                        softmax,
+                        queries.at[group],
+                        used + j,
+                        to_block_scores,
+                        zero_end if has_end else None,
+                    )
 
                 sink = of_head(scalars_ref.sinks, head, UNSEEN)
-                sink = jnp.full((_GROUP_TOKENS,), sink, jnp.float32)
-                softmax = (
-                    plgpu.layout_cast(jnp.zeros((_GROUP_TOKENS, head_size), jnp.float32), _MATRIX),
-                    plgpu.layout_cast(sink, _PER_TOKEN),
-                    plgpu.layout_cast(jnp.ones_like(sink), _PER_TOKEN),
-                )
+                softmax = Softmax.begin(sink, head_size)
                 # Every query sees the blocks from `whole` to `masked` completely.
                 whole, masked = jnp.int32(0), jnp.int32(0)
                 if config.sliding_window is None or has_three_loops:
                     masked = lax.div(first_query + 1 - span.start, jnp.int32(block_tokens))
                     masked = jnp.minimum(masked, num_blocks)
                 if has_three_loops:
-                    first_key = first_query + _GROUP_TOKENS - config.sliding_window
+                    first_key = first_query + GROUP_TOKENS - config.sliding_window
                     whole = jnp.maximum(first_key - span.start, 0) + (block_tokens - 1)
                     whole = lax.div(whole, jnp.int32(block_tokens))
                     # The last loop always has the last block, whose end may need zeros.
@@ -287,27 +248,27 @@ def prefill(
                     body = functools.partial(attend_block, **kind)
                     return lax.fori_loop(first, last, body, softmax)
 
-                pl.when(group == 1)(take_turn)
+                pl.when(group == 1)(turns.take)
                 if has_three_loops:
                     softmax = attend_blocks(0, whole, softmax, is_masked=True, has_end=False)
                 softmax = attend_blocks(whole, masked, softmax, is_masked=False, has_end=False)
                 softmax = attend_blocks(masked, num_blocks, softmax, is_masked=True, has_end=True)
-                pl.when(group == 0)(take_turn)
+                pl.when(group == 0)(turns.take)
                 # Storing the outputs hides the latency of reading the next item.
                 next_item = read_item(i + 1)
                 # Read again, and not kept in a register meanwhile.
-                first_token = read_item(i).token + group * _GROUP_TOKENS
+                first_token = read_item(i).token + group * GROUP_TOKENS
 
                 weighted, _, total = softmax
                 scale = of_head(scalars_ref.value_scales, span.head, 1.0)
-                out = weighted * _over_columns(scale / total, head_size)
+                out = weighted * over_columns(scale / total, head_size)
                 _stage_rows(outputs.at[group], out.astype(ring.dtype))
                 if moved_outputs is not None:
-                    moved = moved_outputs.at[group, pl.ds(_MOVED_BY, _GROUP_TOKENS)]
+                    moved = moved_outputs.at[group, pl.ds(_MOVED_BY, GROUP_TOKENS)]
                     store_unoptimized(moved, out.astype(ring.dtype))
                 plgpu.commit_smem()
                 end = item.position + item.num_tokens if sees_ahead else span.end
-                num_tokens = jnp.clip(end - first_query, 0, _GROUP_TOKENS)
+                num_tokens = jnp.clip(end - first_query, 0, GROUP_TOKENS)
                 _store_rows(outputs, moved_outputs, group, out_ref, head, first_token, num_tokens)
                 return i + 1, used + num_blocks, next_item
 
@@ -318,10 +279,10 @@ def prefill(
             lax.while_loop(is_item, attend_item, (jnp.int32(0), jnp.int32(0), read_item(0)))
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when(group < _NUM_GROUPS)(compute)
-        pl.when(group == _NUM_GROUPS)(produce)
+        pl.when(group < NUM_GROUPS)(compute)
+        pl.when(group == NUM_GROUPS)(produce)
 
-    matrix = (_NUM_GROUPS, _GROUP_TOKENS, head_size)
+    matrix = (NUM_GROUPS, GROUP_TOKENS, head_size)
     scratch: dict[str, Any] = dict(
         blocks=ring.scratch(),
         # A warpgroup's outputs replace its own queries in the same memory. Interpret mode would
@@ -330,26 +291,22 @@ def prefill(
             plgpu.SMEM(matrix, ring.dtype, transforms=operand_transforms(head_size, ring.dtype)),
             plgpu.SMEM(matrix, ring.dtype, transforms=_row_transforms(head_size, ring.dtype)),
         ),
-        turn=plgpu.Barrier(num_arrivals=_NUM_GROUPS),
+        turn=plgpu.Barrier(num_arrivals=NUM_GROUPS),
     )
     if 2 * head_size * jnp.dtype(ring.dtype).itemsize % _STORE_ALIGNMENT:
         # Without a swizzle: stores to a part count its places from the part's own beginning, and
         # the copy engine from the beginning of shared memory.
         scratch["moved_outputs"] = plgpu.SMEM(
-            (_NUM_GROUPS, _GROUP_TOKENS + _MOVED_BY, head_size), ring.dtype
+            (NUM_GROUPS, GROUP_TOKENS + _MOVED_BY, head_size), ring.dtype
         )
     if interpret:
-        scratch["weights"] = plgpu.SMEM(
-            (_NUM_GROUPS, _GROUP_TOKENS, block_tokens),
-            ring.dtype,
-            transforms=operand_transforms(head_size, ring.dtype),
-        )
+        scratch["weights"] = weights_scratch(ring)
     plgpu.kernel(
         kernel,
         out_type=(),
         grid=(num_workers,),
         grid_names=("worker",),
-        num_threads=_NUM_GROUPS + 1,
+        num_threads=NUM_GROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         # Rows of scores are reduced within warps, which needs no scratch.
@@ -363,27 +320,6 @@ def prefill(
         tiles,
         scalars,
         out,
-    )
-
-
-def _accumulate(weighted, p, values, staged):
-    """weighted + p @ values, with p in registers; in interpret mode through shared memory.
-
-    Interpret mode supports neither left operands in registers nor accumulators with a value.
-    """
-    if staged is None:
-        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, values))(
-            plgpu.WGMMAAccumulatorRef.init(weighted)
-        )
-    staged[...] = p
-    plgpu.commit_smem()
-
-    def multiply(accumulator):
-        plgpu.wgmma(accumulator, staged, values)
-        return accumulator[...]
-
-    return weighted + pl.run_scoped(
-        multiply, plgpu.WGMMAAccumulatorRef(weighted.shape, jnp.float32)
     )
 
 
@@ -412,7 +348,7 @@ def _store_rows(source, moved, group, out_ref, head, token, num_tokens):
     for size in (64, 32, 16, 8, 4, 2, 1):
         done = num_tokens & (-2 * size)
         # JAX 0.11.2 cannot combine a group known only at run time with a dynamic slice.
-        for g in range(_NUM_GROUPS):
+        for g in range(NUM_GROUPS):
             is_stored = ((num_tokens & size) != 0) & (group == g)
             if moved is None or size > 1:
                 pl.when(is_stored)(functools.partial(store, source.at[g], done, size, done))
@@ -436,17 +372,3 @@ def _row_transforms(width: int, dtype):
 
 def _pair(a, b):
     return a, b
-
-
-def _over_columns(x, num_columns: int):
-    """x [tokens] as every column of a [tokens, num_columns]."""
-    return lax.broadcast_in_dim(x, (*x.shape, num_columns), [0])
-
-
-def _over_rows(x, num_rows: int):
-    """x [keys] as every row of a [num_rows, keys]."""
-    return lax.broadcast_in_dim(x, (num_rows, *x.shape), [1])
-
-
-def _iota(length: int, layout):
-    return plgpu.broadcasted_iota(jnp.int32, (length,), 0, layout=layout)

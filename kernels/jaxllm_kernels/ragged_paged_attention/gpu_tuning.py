@@ -10,9 +10,10 @@ from jaxllm_kernels.ragged_paged_attention.tuned import Key, log_if_missing, loo
 # The decode kernel has more in shared memory if it computes short rows, too.
 Kernel = Literal["decode", "decode_with_short_rows", "prefill"]
 
-# The most shared memory of a thread block on Hopper, less what the kernels need besides queries and
-# stages: barriers; and, for a decode, weights and the scratch of reductions.
-_SHARED_BYTES = 227 * 1024
+# The most shared memory of a thread block on Hopper.
+SHARED_BYTES = 227 * 1024
+# What the kernels need of it besides queries and stages: barriers; and, for a decode, weights and
+# the scratch of reductions.
 _RESERVED_BYTES = {"decode": 12 * 1024, "prefill": 3 * 1024}
 
 
@@ -25,8 +26,11 @@ class Tuning:
     num_staged: int  # blocks of an 8-bit cache that are not converted yet
 
 
-# Query tokens of a prefill tile: the operands of two warpgroups' matrix instructions.
-PREFILL_TILE_TOKENS = 128
+# Query tokens of a compute warpgroup: the rows of a matrix instruction.
+GROUP_TOKENS = 64
+NUM_GROUPS = 2
+# Query tokens of a prefill tile.
+PREFILL_TILE_TOKENS = NUM_GROUPS * GROUP_TOKENS
 
 
 def padded_group_size(config: AttentionConfig) -> int:
@@ -113,7 +117,7 @@ def default_tuning(kernel: Kernel, config: AttentionConfig) -> Tuning:
         columns = short_heads(config) * SHORT_ROW
         other_bytes += columns * (head_size + block_tokens) * 2
         other_bytes += reduction_bytes(columns, head_size) - reduction_bytes(0, head_size)
-    room = _SHARED_BYTES - other_bytes - num_staged * block_bytes
+    room = SHARED_BYTES - other_bytes - num_staged * block_bytes
     return Tuning(
         block_tokens=block_tokens,
         num_stages=min(most_stages, room // (2 * block_bytes)),

@@ -56,6 +56,15 @@ class Decodes(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
+class Tiles(Protocol):
+    """Computes the tiles of a step: the states [S, ...], and the outputs [T, ...] of other rows
+    with those of the tiles among them."""
+
+    def __call__(
+        self, operands: Any, out: jax.Array, state: jax.Array, rows: StateRows
+    ) -> _Carried: ...
+
+
 class AtOnce(NamedTuple):
     """How much an iteration takes."""
 
@@ -78,15 +87,16 @@ def scan_rows(
     out_shape: tuple[int, ...],
     at_once: AtOnce,
     decodes: Decodes | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute all rows; return the outputs, float32 [T, *out_shape], and the states [S, ...].
 
     `step` computes a decode, `chunk` a tile. `operands` is a tree of arrays [T, ...]. `decodes`
-    computes all decodes in place of a loop.
+    computes all decodes in place of a loop, and `tiles` all tiles.
     """
     num_tokens = len(rows.token_rows)
     of_tokens = operands
-    operands, out = _beside_tiles(operands, rows, out_shape)
+    operands, out = _beside_tiles(operands, rows, out_shape, runs=tiles is None)
     num_decodes = min(at_once.decodes, num_tokens, len(rows.slots))
     if decodes is None:
         carried = _run_decodes(step, operands, (state, out), rows, num_decodes)
@@ -94,7 +104,10 @@ def scan_rows(
         y, state = decodes(of_tokens, state, rows)
         is_decode = jnp.arange(len(y)) < rows.num_decodes
         carried = state, out.at[: len(y)].set(jnp.where(_beside(is_decode, y), y, 0))
-    if rows.tiles is not None:
+    if rows.tiles is not None and tiles is not None:
+        state, out = carried
+        carried = tiles(of_tokens, out, state, rows)
+    elif rows.tiles is not None:
         carried = _run_tiles(chunk, operands, carried, rows, rows.tiles, at_once.tiles)
     if rows.drafts is not None:
         # Behind the tiles, which write past their tokens.
@@ -121,11 +134,11 @@ def scan_tiles(
 
 
 def _beside_tiles(
-    operands: Any, rows: StateRows, out_shape: tuple[int, ...]
+    operands: Any, rows: StateRows, out_shape: tuple[int, ...], *, runs: bool = True
 ) -> tuple[Any, jax.Array]:
-    """The operands, and zeros for the outputs, with room for the last tile, which may extend past
-    the last token."""
-    beside = 0 if rows.tiles is None else TILE - 1
+    """The operands, and zeros for the outputs. If the tiles run here, they have room for the last
+    tile, which may extend past the last token."""
+    beside = TILE - 1 if runs and rows.tiles is not None else 0
     operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
     return operands, jnp.zeros((len(rows.token_rows) + beside, *out_shape), jnp.float32)
 

@@ -1,0 +1,155 @@
+"""A recurrent op of one layer, compiled for a TPU that need not be there: what its tiles take.
+
+    python benchmarks/recurrent_tpu.py delta --by xla --chip v6e
+    python benchmarks/recurrent_tpu.py delta --by tpu --chip v6e
+
+Sizes are those of Qwen3.6-35B-A3B (delta), of the same with decays per channel (kda), and of
+Nemotron 3 Nano (ssd), for a prompt of 2048 tokens in a step of 64 rows. It prints what a pass of
+each loop launches, with the compiler's estimates of cycles, and the bundles of the kernel for tiles
+with the least time that they take, without waits for copies. These are no measurements.
+"""
+
+import argparse
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from attention_bounds import dump_code
+
+CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+CALL = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$", re.MULTILINE)
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+NUM_ROWS, NUM_SLOTS, NUM_TOKENS = 64, 96, 2048
+
+
+def compile_op(op: str, by: str, chip_name: str) -> Any:
+    """Compile an op for a chip."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+    from jaxllm_kernels.gated_delta.tpu import TpuDelta
+    from jaxllm_kernels.gated_delta.xla import XlaDelta
+    from jaxllm_kernels.platform import CHIPS
+    from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+    from jaxllm_kernels.recurrent.rows import prepare_rows
+    from jaxllm_kernels.ssd.tpu import TpuSsd
+    from jaxllm_kernels.ssd.xla import XlaSsd
+    from jaxllm_kernels.topology import topology_devices
+
+    chip = CHIPS[chip_name]
+    if by == "xla":
+        chosen: Any = (XlaSsd() if op == "ssd" else XlaDelta()).tuned_for(chip)
+    else:
+        chosen = (TpuSsd if op == "ssd" else TpuDelta)(chip=chip_name)
+    sharding = SingleDeviceSharding(topology_devices(f"{chip_name}-8")[0])
+
+    def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def run(operands, state, slots, query_starts, context_lens, num_decodes):  # noqa: ANN001, ANN202
+        batch = RaggedBatch(
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=jnp.zeros((NUM_ROWS, 0), jnp.int32),
+            num_decodes=num_decodes,
+            block_size=1,
+            decode_only=False,
+        )
+        rows = prepare_rows(batch, slots, num_tokens=NUM_TOKENS, num_slots=NUM_SLOTS)
+        return chosen(*operands, state=state, rows=rows)
+
+    bf16 = jnp.bfloat16
+    if op == "ssd":
+        of_group = array(NUM_TOKENS, 8, 128, dtype=bf16)
+        operands = [array(NUM_TOKENS, 64, 64, dtype=bf16), of_group, of_group]
+        operands += [array(NUM_TOKENS, 64), array(64)]
+        state = array(NUM_SLOTS, 64, 64, 128)
+    else:
+        keys = array(NUM_TOKENS, 32 if op == "kda" else 16, 128)
+        heads = NUM_TOKENS, 32
+        decays = array(*heads, 128) if op == "kda" else array(*heads)
+        operands = [keys, keys, array(*heads, 128, dtype=bf16), decays, array(*heads)]
+        state = array(NUM_SLOTS, 32, 128, 128)
+    counts = [array(n, dtype=jnp.int32) for n in (NUM_ROWS, NUM_ROWS + 1, NUM_ROWS)]
+    lowered = jax.jit(run, donate_argnums=1).lower(operands, state, *counts, array(dtype=jnp.int32))
+    return lowered.compile(dict(chip.compiler_options))
+
+
+def show(hlo: str) -> None:
+    """Print the loops of a program, the entry first."""
+    computations = dict(COMPUTATION.findall(hlo))
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
+    assert entry is not None
+
+    def visit(name: str, depth: int) -> None:
+        counts: dict[str, list[int]] = {}
+        inner = []
+        for _name, _types, opcode, rest in CALL.findall(computations[name]):
+            if opcode in FREE:
+                continue
+            found = CYCLES.search(rest)
+            cycles = int(found[1]) if found and int(found[1]) < 1 << 60 else 0
+            count = counts.setdefault(opcode, [0, 0])
+            count[0] += 1
+            count[1] += cycles
+            if opcode == "while":
+                inner += re.findall(r"body=%?([\w.\-]+)", rest)
+            elif opcode == "conditional":
+                inner += re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", rest)
+        total = sum(count[1] for count in counts.values())
+        text = ", ".join(f"{n} {op} {c}" for op, (n, c) in sorted(counts.items()))
+        print("  " * depth + f"{name}: {total} cycles: {text}")
+        for body in inner:
+            visit(body, depth + 1)
+
+    visit(entry[1], 0)
+
+
+def count_tiles(folder: Path, chip_name: str) -> None:
+    """Print what the kernel for tiles takes, if one was compiled into the folder. Its code has a
+    loop over tiles, and within it one over heads, four at once."""
+    from followed_bundles import read_code
+    from priced_hlo import CLOCK_MHZ
+
+    for path in folder.glob("*_tiles*[0-9]-final_bundles.txt"):
+        code = read_code(path)
+        sizes = [
+            at - code.regions[instruction.arguments[0]]
+            for at, bundle in enumerate(code.bundles)
+            for instruction in bundle
+            if instruction.opcode == "sbr.rel"
+        ]
+        heads, tile = sorted(sizes)[-2:]
+        num_tiles, num_bodies = NUM_TOKENS // 64, 32 // 4
+        bundles = num_tiles * (tile + (num_bodies - 1) * heads)
+        print(
+            f"kernel for tiles: {heads} bundles for four heads, {bundles} in all, "
+            f"{bundles / CLOCK_MHZ[chip_name]:.0f} us"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("op", choices=["delta", "kda", "ssd"])
+    parser.add_argument("--chip", default="v6e")
+    parser.add_argument("--by", choices=["xla", "tpu"], default="tpu")
+    parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if args.only_compile:
+        compiled = compile_op(args.op, args.by, args.chip)
+        print(f"temporaries {compiled.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB")
+        show(compiled.as_text())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        dump_code(folder, __file__, args.op, "--by", args.by, "--chip", args.chip)
+        count_tiles(Path(folder), args.chip)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Takes states through the tiles of a step on TPUs: prompts and their chunks.
+
+The grid walks over the tiles, whose number is the batch's. All heads of a row's state stay in VMEM
+from the row's first tile to the last one, so a state is read once and written once for each row.
+While a tile is computed, the operands of the next one are loaded.
+
+Tiles begin at any token. Operands are arrays [T * heads, numbers], so a tile is a window of whole
+registers, and a load with a stride has a head's rows of all tokens. The window of a tile near the
+end of the step begins before the tile, and an op makes zeros of what is around the tile's tokens.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxllm_kernels.platform import Chip
+from jaxllm_kernels.recurrent.rows import TILE, StateRows
+from jaxllm_kernels.recurrent.tpu_blocks import SUBLANES
+
+# A reference to a kernel's operand.
+Ref = Any
+
+# For what is computed, registers that are spilled among it.
+_VMEM_BESIDE = 16 << 20
+# What a tile is for its row. It can be several of them.
+_BEGINS, _LOADS, _STORES = 1, 2, 4
+
+
+class Window(NamedTuple):
+    """The tokens of a window that belong to its tile."""
+
+    first: jax.Array  # int32 []
+    end: jax.Array  # int32 []
+
+    def keep(self, x: jax.Array) -> jax.Array:
+        """Make zeros of the other rows of x [TILE, ...], also where these are NaN."""
+        tokens = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where((tokens >= self.first) & (tokens < self.end), x, 0.0)
+
+
+class _Tiles(NamedTuple):
+    """What the kernel knows of its tiles, in scalar memory."""
+
+    starts: jax.Array  # int32 [I]: the first token of the window
+    firsts: jax.Array  # int32 [I]: that of the tile within it
+    counts: jax.Array  # int32 [I]: tokens of the tile
+    slots: jax.Array  # int32 [I]
+    what: jax.Array  # int32 [I]
+
+
+def vmem_limit(chip: Chip) -> int:
+    """The bytes that states, operands and outputs may take. The rest is for what is computed."""
+    return chip.vmem_bytes // 2
+
+
+def vmem_needed(operands: Sequence[Sequence[int]], state: Sequence[int]) -> int:
+    """The bytes of operands of heads and sizes, of outputs, and of states [N, K, V]."""
+    num_heads, _, value_size = state
+
+    def of_window(num_heads: int, size: int) -> int:
+        return 4 * TILE * size * -(-num_heads // SUBLANES) * SUBLANES
+
+    # Windows of the next tile are loaded while a tile is computed.
+    loaded = 2 * sum(of_window(*operand) for operand in operands)
+    return loaded + of_window(num_heads, value_size) + 4 * math.prod(state)
+
+
+def heads_beside(x: jax.Array) -> jax.Array:
+    """[T, heads, numbers] in float32, with as many heads as fill registers, and at least so many
+    tokens as a window has."""
+    num_tokens, num_heads, _ = x.shape
+    missing = max(TILE - num_tokens, 0), -num_heads % SUBLANES
+    x = x.astype(jnp.float32)
+    return jnp.pad(x, ((0, missing[0]), (0, missing[1]), (0, 0))) if any(missing) else x
+
+
+def run_tiles(
+    compute: Callable[..., None],
+    operands: Sequence[jax.Array],
+    out: jax.Array,
+    state: jax.Array,
+    rows: StateRows,
+    *,
+    scratch: Sequence[Any],
+    cost: pl.CostEstimate,
+    interpret: Any,
+    name: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the tiles; return the states and the outputs, both updated in place.
+
+    Args:
+      compute: gets the window, references to the operands [TILE * heads, numbers], to the outputs
+        [TILE * heads, V], to the row's state [N, K, V], and to the scratch.
+      operands: as `heads_beside` makes them.
+      out: float32 [T, N, V], which has zeros or the outputs of other rows.
+    """
+    num_tokens, num_heads, value_size = out.shape
+    padded_out = heads_beside(out)
+    tiles = _tiles_of(rows, len(padded_out), len(state))
+    num_out_heads = padded_out.shape[1]
+    flat_out = padded_out.reshape(-1, value_size)
+    flat = [x.reshape(-1, x.shape[2]) for x in operands]
+    windows = [
+        pl.BlockSpec(
+            (pl.Element(TILE * x.shape[1]), pl.Element(x.shape[2])),
+            functools.partial(_window, num_heads=x.shape[1]),
+        )
+        for x in operands
+    ]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    after = jax.ShapeDtypeStruct(state.shape, state.dtype)
+    if not interpret:
+        # Otherwise XLA moves the states of all slots into VMEM and back, where these are small.
+        state = pltpu.with_memory_space_constraint(state, pltpu.HBM)
+        after = pltpu.HBM(state.shape, state.dtype)
+    needed = vmem_needed([x.shape[1:] for x in operands], state.shape[1:])
+    num_scalars, num_operands = len(tiles), len(operands)
+    out, state = pl.pallas_call(
+        functools.partial(_run_tile, compute, num_operands=num_operands),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(jnp.maximum(rows.num_tiles, 1),),
+            in_specs=[*windows, whole, whole],
+            out_specs=[whole, whole],
+            scratch_shapes=[
+                pltpu.VMEM(state.shape[1:], jnp.float32),
+                pltpu.VMEM((TILE * num_out_heads, value_size), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                *scratch,
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(flat_out.shape, jnp.float32), after],
+        input_output_aliases={num_scalars + num_operands + i: i for i in range(2)},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=needed + _VMEM_BESIDE
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )(*tiles, *flat, flat_out, state)
+    return state, out.reshape(padded_out.shape)[:num_tokens, :num_heads]
+
+
+def _window(i: jax.Array, starts: Ref, *_: Ref, num_heads: int) -> tuple[Any, int]:
+    return pl.multiple_of(starts[i] * num_heads, SUBLANES), 0
+
+
+def _tiles_of(rows: StateRows, num_tokens: int, num_slots: int) -> _Tiles:
+    tiles = rows.tiles
+    assert tiles is not None
+    row, token = tiles.row, tiles.token
+    is_tile = jnp.arange(len(row), dtype=jnp.int32) < rows.num_tiles
+    slots = rows.slots[row]
+    has_slot = is_tile & (slots >= 0) & (slots < num_slots)
+    is_first = token == rows.query_starts[row]
+    # A row whose drafts are computed elsewhere has no tiles.
+    is_last = token + TILE >= rows.query_starts[row] + rows.lengths[row]
+    begins = is_first & (rows.begins[row] | ~has_slot)
+    what = jnp.where(begins, _BEGINS, jnp.where(is_first, _LOADS, 0))
+    what = what + jnp.where(is_last & has_slot, _STORES, 0)
+    starts = jnp.clip(token, 0, num_tokens - TILE)
+    return _Tiles(
+        starts=starts,
+        firsts=jnp.where(is_tile, token - starts, 0),
+        counts=jnp.where(is_tile, tiles.num_tokens, 0),
+        slots=jnp.where(has_slot, slots, 0),
+        what=jnp.where(is_tile, what, 0),
+    )
+
+
+def _run_tile(compute: Callable[..., None], *refs: Ref, num_operands: int) -> None:
+    tiles = _Tiles(*refs[: len(_Tiles._fields)])
+    refs = refs[len(tiles) :]
+    operands, refs = refs[:num_operands], refs[num_operands + 2 :]
+    out, states, held, computed, done, *scratch = refs
+    i = pl.program_id(0)
+    slot, what, first, count = (x[i] for x in (tiles.slots, tiles.what, tiles.firsts, tiles.counts))
+
+    @pl.when((what & _BEGINS) != 0)
+    def _():
+        held[...] = jnp.zeros_like(held)
+
+    @pl.when((what & _LOADS) != 0)
+    def _():
+        copy = pltpu.make_async_copy(states.at[slot], held, done.at[0])
+        copy.start()
+        copy.wait()
+
+    @pl.when(count > 0)
+    def _():
+        compute(Window(first, first + count), operands, computed, held, scratch)
+        store = pltpu.make_async_copy(held, states.at[slot], done.at[0])
+        pl.when((what & _STORES) != 0)(store.start)
+        _send(computed, out, tiles.starts[i], first, count, done.at[1])
+        pl.when((what & _STORES) != 0)(store.wait)
+
+
+def _send(
+    computed: Ref, out: Ref, start: jax.Array, first: jax.Array, count: jax.Array, done: Ref
+) -> None:
+    """Copy the outputs of a tile's tokens: their number is a sum of powers of two."""
+    num_heads = len(computed) // TILE
+
+    def rows_from(token: jax.Array, size: int) -> Any:
+        return pl.ds(pl.multiple_of(token * num_heads, SUBLANES), size * num_heads)
+
+    def of_all(act: Callable[[Any], None]) -> None:
+        size = TILE
+        while size:
+            token = first + (count & -(2 * size))
+            copy = pltpu.make_async_copy(
+                computed.at[rows_from(token, size)], out.at[rows_from(start + token, size)], done
+            )
+            pl.when((count & size) != 0)(functools.partial(act, copy))
+            size //= 2
+
+    of_all(lambda copy: copy.start())
+    of_all(lambda copy: copy.wait())
