@@ -19,6 +19,9 @@ OP = TpuDelta(chip="v6e", interpret=True, block_bytes=1 << 17)
 TWO_CORES = TpuDelta(chip="v4", interpret=True)
 LAYERS = {
     "usual": Layer(key_size=128, value_size=128),
+    "narrow, by channel": Layer(
+        num_key_heads=4, decays_by_channel=True, key_size=128, value_size=128
+    ),
     "by channel": Layer(num_key_heads=4, decays_by_channel=True, key_size=128, value_size=256),
     "more heads of a key": Layer(num_key_heads=1, key_size=256, value_size=128),
 }
@@ -33,6 +36,8 @@ ALWAYS = ("slots pass on", "usual", OP)
         for it in (
             ALWAYS,
             *((name, "usual", OP) for name in CASES if name != ALWAYS[0]),
+            # Tiles are the kernel's for heads of 128 x 128.
+            *((name, "narrow, by channel", OP) for name in CASES),
             *(("decodes", layer, op) for layer in LAYERS for op in (OP, TWO_CORES)),
         )
     ],

@@ -25,6 +25,7 @@ pytestmark = [
 
 SLICES = {"v4": "v4-8", "v5e": "v5e-8", "v6e": "v6e-8", "v7x": "v7x-8"}
 NUM_SLOTS = 96
+LARGER = (128, 256), (256, 128), (256, 256)
 
 
 def compile_delta(
@@ -35,8 +36,10 @@ def compile_delta(
     by_channel: bool = False,
     decode_only: bool = True,
     num_rows: int = 64,
+    sizes: tuple[int, int] = (128, 128),
 ) -> jax.stages.Compiled:
-    """A layer's heads of 128 x 128."""
+    """A layer's heads, whose keys and values have these sizes."""
+    key_size, value_size = sizes
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     num_tokens = num_rows if decode_only else 512
 
@@ -56,15 +59,15 @@ def compile_delta(
         return TpuDelta(chip=chip_of(device).name)(*operands, state, rows)
 
     operands = (
-        array(num_tokens, num_key_heads, 128),
-        array(num_tokens, num_key_heads, 128),
-        array(num_tokens, num_heads, 128, dtype=jnp.bfloat16),
-        array(num_tokens, num_heads, *((128,) if by_channel else ())),
+        array(num_tokens, num_key_heads, key_size),
+        array(num_tokens, num_key_heads, key_size),
+        array(num_tokens, num_heads, value_size, dtype=jnp.bfloat16),
+        array(num_tokens, num_heads, *((key_size,) if by_channel else ())),
         array(num_tokens, num_heads),
     )
     counts = (array(size, dtype=jnp.int32) for size in (num_rows, num_rows + 1, num_rows))
     lowered = jax.jit(run, donate_argnums=1).lower(
-        operands, array(NUM_SLOTS, num_heads, 128, 128), *counts, array(dtype=jnp.int32)
+        operands, array(NUM_SLOTS, num_heads, *sizes), *counts, array(dtype=jnp.int32)
     )
     return lowered.compile(dict(chip_of(device).compiler_options))
 
@@ -92,6 +95,7 @@ def compile_delta(
                 {"num_key_heads": 32, "by_channel": True},
                 {"num_key_heads": 2, "num_heads": 4},
                 {"num_key_heads": 3, "num_heads": 15},
+                *({"num_heads": 16, "sizes": sizes} for sizes in LARGER),
             )
         ),
     ],
@@ -100,13 +104,17 @@ def compile_delta(
 def test_no_row_gathers_or_copies_states(chip, options):
     compiled = compile_delta(topology_devices(SLICES[chip])[0], **options)
     num_heads, memory = options.get("num_heads", 32), compiled.memory_analysis()
-    state_bytes = 4 * num_heads * 128 * 128
+    key_size, value_size = options.get("sizes", (128, 128))
+    state_bytes = 4 * num_heads * key_size * value_size
     assert memory.alias_size_in_bytes == NUM_SLOTS * state_bytes
     if options.get("decode_only", True):
         # XLA's loop has the states of 32 rows beside.
         assert memory.temp_size_in_bytes < 2 * state_bytes
-    made = re.findall(rf"= f32\[\d+,{num_heads},128,128\]\S* ([\w-]+)\(", compiled.as_text())
+    text = compiled.as_text()
+    made = re.findall(rf"= f32\[\d+,{num_heads},{key_size},{value_size}\]\S* ([\w-]+)\(", text)
     assert not {"copy", "copy-start", "gather"} & set(made)
-    if not options.get("decode_only", True) and chip != "v4":  # of which a chip has two cores
-        assert "delta_tiles" in compiled.as_text()
-        assert " while(" not in compiled.as_text()
+    if not options.get("decode_only", True):
+        # The kernel takes heads of 128 x 128, and one core.
+        by_kernel = chip != "v4" and "sizes" not in options
+        assert ("delta_tiles" in text) is by_kernel
+        assert (" while(" in text) is not by_kernel

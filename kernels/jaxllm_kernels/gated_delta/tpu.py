@@ -1,6 +1,7 @@
 """The gated delta rule on TPUs: decodes and tiles by Pallas kernels, drafts by XLA.
 
-Tiles are XLA's, too, where all heads of a device do not fit into VMEM, and on chips of two cores.
+Tiles are XLA's, too, where heads are not of 128 x 128, where all heads of a device do not fit into
+VMEM, and on chips of two cores.
 """
 
 import functools

@@ -85,13 +85,15 @@ def run_delta_tiles(
 def fits(
     chip: Chip, num_key_heads: int, num_heads: int, state: tuple[int, int], by_channel: bool
 ) -> bool:
-    """Whether the kernel computes so many heads, with states of key and value sizes. It takes one
-    core, so where a chip has two, XLA computes the tiles."""
+    """Whether the kernel computes so many heads, with states of key and value sizes. A token's
+    numbers of a head fill one register's lanes, since wider rows cannot be loaded with a stride. It
+    takes one core, so where a chip has two, XLA computes the tiles."""
     key_size, value_size = state
     arrays = [(num_key_heads, key_size)] * 2 + [(num_heads, value_size), (1, LANES)]
     arrays += [(num_heads, key_size)] if by_channel else []
     has_room = vmem_needed(arrays, (num_heads, *state)) <= vmem_limit(chip)
-    return chip.num_cores == 1 and num_heads <= LANES and has_room
+    is_narrow = state == (LANES, LANES)
+    return chip.num_cores == 1 and num_heads <= LANES and is_narrow and has_room
 
 
 def _numbers(beta: jax.Array, log_decay: jax.Array) -> jax.Array:
