@@ -102,6 +102,7 @@ def write(fields, path, seed):
     import torch
 
     model_class = class_named(fields)
+    torch.manual_seed(seed)  # vectors keep what they begin with
     config = class_of(fields)(**copy.deepcopy(fields))
     model = model_class._from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
@@ -164,7 +165,7 @@ def test_logits_match_transformers_or_the_setting_is_refused(family, seed, tmp_p
             expected,
             logits_of(class_named(fields), tmp_path, prompt, torch.float64),
         )
-        atol = max(atol, 2 * abs(float32 - expected).max())
+        atol = max(5e-4 * spread, 2 * abs(float32 - expected).max())
     np.testing.assert_allclose(logits, expected, atol=atol, rtol=0, err_msg=str(fields))
     # A formula that is wrong somewhere moves the mean, and rounding does not.
     assert np.sqrt(np.square(logits - expected).mean()) < 3e-5 * spread, fields
