@@ -60,7 +60,7 @@ def compile_kernel(chip_name: str, batch: Batch) -> None:
     from jaxllm_kernels.topology import topology_devices
 
     chip = CHIPS[chip_name]
-    is_gpu = chip.platform == "gpu"
+    is_gpu = chip.is_hopper
     sharding = SingleDeviceSharding(topology_devices(chip_name if is_gpu else f"{chip_name}-8")[0])
     op = MosaicSelfAttention.tuned_for(chip) if is_gpu else TpuSelfAttention(chip=chip_name)
     config = SelfAttentionConfig(scale=batch.head_size**-0.5, reach=None)
@@ -125,17 +125,20 @@ def show(batch: Batch, chip_name: str, model: str, least: float) -> None:
 
 def show_bounds_of_gpu(chip_name: str, model: str) -> None:
     import numpy as np
+    from jaxllm_kernels.platform import CHIPS
     from self_attention_gpu import busiest, least_seconds, machine_code
 
-    code = machine_code(__file__, "--chips", chip_name, "--models", model)
+    chip, code = CHIPS[chip_name], machine_code(__file__, "--chips", chip_name, "--models", model)
     for batch in MODELS[model]:
         starts = np.arange(batch.num_rows + 1, dtype=np.int32) * batch.length
-        blocks = busiest(starts, batch.num_tokens, batch.num_heads, batch.head_size)
-        show(batch, chip_name, model, least_seconds(code, blocks))
+        blocks = busiest(starts, batch.num_tokens, batch.num_heads, batch.head_size, chip.num_cores)
+        show(batch, chip_name, model, least_seconds(code, blocks, chip))
 
 
 def show_bounds(chip_name: str, model: str) -> None:
-    if chip_name == "h200":
+    from jaxllm_kernels.platform import CHIPS
+
+    if CHIPS[chip_name].is_hopper:
         show_bounds_of_gpu(chip_name, model)
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from counted_sass import Cycles, matrix_loops
+from jaxllm_kernels.platform import Chip
 
-CLOCK = 1.755e9
+# Of a multiprocessor's tensor cores, in 16 bits.
+FLOPS_PER_CYCLE = 4096
 
 
 class Blocks(NamedTuple):
@@ -38,13 +40,13 @@ def machine_code(script: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def busiest(query_starts: Any, num_tokens: int, num_heads: int, head_size: int) -> Blocks:
-    """Of the batch with these rows."""
+def busiest(
+    query_starts: Any, num_tokens: int, num_heads: int, head_size: int, num_workers: int
+) -> Blocks:
+    """Count the blocks of the batch with these rows that the busiest thread block computes."""
     from jaxllm_kernels.ragged_paged_attention.gpu_worklist import item_of_worker
-    from jaxllm_kernels.ragged_self_attention.gpu import MosaicSelfAttention
     from jaxllm_kernels.ragged_self_attention.gpu_tiles import choose_sizes, cut_tiles
 
-    num_workers = MosaicSelfAttention().num_workers
     tiles = cut_tiles(query_starts, num_tokens, None, choose_sizes(head_size).block_tokens)
     begin, whole, masked, stop = (
         np.asarray(x).sum(axis=1) for x in (tiles.begin, tiles.whole, tiles.masked, tiles.stop)
@@ -60,9 +62,11 @@ def busiest(query_starts: Any, num_tokens: int, num_heads: int, head_size: int) 
     return max(of_workers, key=sum)
 
 
-def least_seconds(code: str, blocks: Blocks) -> float:
+def least_seconds(code: str, blocks: Blocks, chip: Chip) -> float:
     """The time in which a multiprocessor issues the loops over blocks, and its units compute them.
     What items take beside their blocks, and latencies, come on top."""
     masked, whole, _ = matrix_loops(code)
     cycles: Cycles = masked.times(blocks.masked).plus(whole.times(blocks.whole))
-    return max(cycles) / CLOCK
+    # The clock at which the chip has its peak.
+    clock = chip.bf16_flops_per_second / (chip.num_cores * FLOPS_PER_CYCLE)
+    return max(cycles) / clock

@@ -119,15 +119,24 @@ def _copies_on_tpu(
 
 
 def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
-    """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
+    """The kernels; raises ValueError unless they compute a device's decodes of all mixers."""
     delta = TpuDelta(chip=chip.name)
+    heads: list[tuple[int, int, int, int, bool]] = []
     for mixer in mixers:
         if isinstance(mixer, GatedDeltaSpec):
-            heads = mixer.num_key_heads // num_shards, mixer.num_heads // num_shards
-            delta.check(*heads, mixer.key_size, mixer.value_size)
+            counts = mixer.num_key_heads // num_shards, mixer.num_heads // num_shards
+            heads.append((*counts, mixer.key_size, mixer.value_size, False))
         elif isinstance(mixer, KimiDeltaSpec):
-            heads = mixer.num_heads // num_shards
-            delta.check(heads, heads, mixer.head_size, mixer.head_size)
+            count = mixer.num_heads // num_shards
+            heads.append((count, count, mixer.head_size, mixer.head_size, True))
+    for *sizes, _ in heads:
+        delta.check(*sizes)
+    try:
+        for *sizes, by_channel in heads:
+            delta.check_tiles(*sizes, by_channel=by_channel)
+    except ValueError as error:
+        logger.warning("prompts of recurrent layers: XLA's loops, since %s", error)
+        return replace(delta, with_tiles=False)
     return delta
 
 
@@ -181,37 +190,45 @@ def encoder_ops(
     device has all of them."""
     ops = _ops_by_xla(chip)
     load: Callable[[], Any]
-    if chip.platform in ("gpu", "tpu"):
+    if chip.platform == "gpu":
+        load = functools.partial(_self_attention_on_gpu, chip, dtype, mixers)
+    elif chip.platform == "tpu":
         load = functools.partial(
-            _self_attention_by_pallas, chip, dtype, num_shards, mixers, max_num_tokens, is_cut
+            _self_attention_on_tpu, chip, dtype, num_shards, mixers, max_num_tokens
         )
-    elif chip.platform == "cpu" and not isinstance(library, NoLibrary):
+    elif not isinstance(library, NoLibrary):
         load = functools.partial(NativeSelfAttention.load, library)
     else:
         return ops
     try:
+        if chip.platform != "cpu" and num_shards > 1 and not is_cut:
+            raise ValueError(
+                "XLA does not repeat the kernel on devices that heads are not cut over"
+            )
         return replace(ops, self_attention=load())
     except ValueError as error:
         logger.warning("self-attention: XLA's loops, since %s", error)
         return ops
 
 
-def _self_attention_by_pallas(
+def _self_attention_on_gpu(
+    chip: Chip, dtype: Any, mixers: Iterable[SelfAttentionSpec]
+) -> MosaicSelfAttention:
+    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+    attention = MosaicSelfAttention.tuned_for(chip)
+    for mixer in mixers:
+        attention.check(head_size=mixer.head_size, dtype=dtype)
+    return attention
+
+
+def _self_attention_on_tpu(
     chip: Chip,
     dtype: Any,
     num_shards: int,
     mixers: Iterable[SelfAttentionSpec],
     max_num_tokens: int,
-    is_cut: bool,
-) -> TpuSelfAttention | MosaicSelfAttention:
+) -> TpuSelfAttention:
     """The kernel; raises ValueError unless it computes a device's heads of all mixers."""
-    if num_shards > 1 and not is_cut:
-        raise ValueError("XLA does not repeat the kernel on devices that heads are not cut over")
-    if chip.platform == "gpu":
-        attention = MosaicSelfAttention.tuned_for(chip)
-        for mixer in mixers:
-            attention.check(head_size=mixer.head_size, dtype=dtype)
-        return attention
     attention = TpuSelfAttention(chip=chip.name)
     for mixer in mixers:
         attention.check(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from jaxllm import LLM, ValidationError
+from jaxllm import LLM, SamplingParams, ValidationError
 from jaxllm.errors import UnsupportedModelError
 from tests.draws import Model
 
@@ -32,9 +32,13 @@ def draw_requests(rng, llm, model, count):
     while len(requests) < count:
         request = model.request(rng, len(requests))
         try:
-            llm.llm_engine.add_request("tried", request.prompt, request.params)
+            prompt, params, lora = request
+            llm.llm_engine.add_request("tried", prompt, params, lora_request=lora)
         except ValidationError as error:
-            assert any(name in str(error) for name in request.params.__struct_fields__), error
+            # Only a parameter that was given, and differs from what it is by default.
+            name = error.parameter
+            assert name is not None and name in str(error), error
+            assert getattr(params, name) != getattr(SamplingParams(), name), error
         else:
             llm.llm_engine.abort_request("tried")
             requests.append(request)

@@ -4,6 +4,7 @@ is beside it."""
 import json
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -110,9 +111,22 @@ def test_every_linear_layer_of_a_family_takes_an_adapter(tmp_path, assert_same, 
     assert outputs[1].outputs[0].logprobs != expected[1].outputs[0].logprobs
 
 
-def test_a_router_takes_no_adapter(tmp_path):
+def test_an_adapter_of_a_router_is_refused(tmp_path):
     model = make_tiny_checkpoint(tmp_path / "model", "qwen2_moe")
     assert not any(layer.endswith(".gate") for layer in layers_of(model))
+    adapter = make_tiny_adapter(tmp_path / "adapter", model, target_modules=["q_proj", "gate"])
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    weight = load_file(model / "model.safetensors")["model.layers.0.mlp.gate.weight"]
+    for side, shape in ("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4)):
+        tensors[f"base_model.model.model.layers.0.mlp.gate.lora_{side}.weight"] = np.ones(
+            shape, "float32"
+        )
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValidationError, match=r"model\.layers\.0\.mlp\.gate"):
+        LLM(model, **TINY | LORA).generate(
+            PROMPTS, PARAMS, lora_request=LoRARequest("router", 1, adapter), use_tqdm=False
+        )
 
 
 def layers_of(model):

@@ -50,8 +50,10 @@ MODELS = {
     "a tower of 72": Model(16, 16, 72, 4096),
     "a tower of 80": Model(16, 16, 80, 4096),
     "odd tokens": Model(16, 16, 64, 4100),
+    # Fewer than a copy of queries, or of keys, has.
+    "few tokens": Model(12, 12, 32, 16),
 }
-ALWAYS = {"MiniLM", "EmbeddingGemma", "a decoder's heads", "a tower of 72"}
+ALWAYS = {"MiniLM", "few tokens", "EmbeddingGemma", "a decoder's heads", "a tower of 72"}
 
 
 def compile_layer(model: Model, *, dtype="bfloat16", alone: bool = False) -> jax.stages.Compiled:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_races")
 
 # Blocks of two heads.
 OP = TpuDelta(chip="v6e", interpret=True, block_bytes=1 << 17)
-TWO_CORES = TpuDelta(chip="v4", interpret=True)
+TWO_CORES = TpuDelta(chip="v4", interpret=True, with_tiles=False)
 LAYERS = {
     "usual": Layer(key_size=128, value_size=128),
     "narrow, by channel": Layer(
@@ -24,20 +24,24 @@ LAYERS = {
     ),
     "by channel": Layer(num_key_heads=4, decays_by_channel=True, key_size=128, value_size=256),
     "more heads of a key": Layer(num_key_heads=1, key_size=256, value_size=128),
+    "more heads than at once": Layer(num_key_heads=4, num_heads=8, key_size=128, value_size=128),
+    "three heads of a key": Layer(num_key_heads=2, num_heads=6, key_size=128, value_size=128),
 }
-# A slot that a later request takes is not read.
-ALWAYS = ("slots pass on", "usual", OP)
+ALWAYS = (
+    # A slot that a later request takes is not read.
+    ("slots pass on", "usual", OP),
+    ("borders of tiles", "narrow, by channel", OP),
+    ("borders of tiles", "more heads than at once", OP),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "layer", "op"),
     [
-        pytest.param(*it, marks=[] if it == ALWAYS else pytest.mark.sweep)
+        pytest.param(*it, marks=[] if it in ALWAYS else pytest.mark.sweep)
         for it in (
-            ALWAYS,
-            *((name, "usual", OP) for name in CASES if name != ALWAYS[0]),
-            # Tiles are the kernel's for heads of 128 x 128.
-            *((name, "narrow, by channel", OP) for name in CASES),
+            *((name, layer, OP) for name in CASES for layer in ("usual", "narrow, by channel")),
+            *(("borders of tiles", layer, OP) for layer in list(LAYERS)[-2:]),
             *(("decodes", layer, op) for layer in LAYERS for op in (OP, TWO_CORES)),
         )
     ],

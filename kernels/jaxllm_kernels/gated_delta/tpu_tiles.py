@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
 from jaxllm_kernels.recurrent.tpu_blocks import LANES, SUBLANES
 from jaxllm_kernels.recurrent.tpu_tiles import (
@@ -22,8 +21,6 @@ from jaxllm_kernels.recurrent.tpu_tiles import (
     Window,
     heads_beside,
     run_tiles,
-    vmem_limit,
-    vmem_needed,
 )
 
 # Heads whose products are computed side by side.
@@ -80,20 +77,6 @@ def run_delta_tiles(
         interpret=interpret,
         name="delta_tiles",
     )
-
-
-def fits(
-    chip: Chip, num_key_heads: int, num_heads: int, state: tuple[int, int], by_channel: bool
-) -> bool:
-    """Whether the kernel computes so many heads, with states of key and value sizes. A token's
-    numbers of a head fill one register's lanes, since wider rows cannot be loaded with a stride. It
-    takes one core, so where a chip has two, XLA computes the tiles."""
-    key_size, value_size = state
-    arrays = [(num_key_heads, key_size)] * 2 + [(num_heads, value_size), (1, LANES)]
-    arrays += [(num_heads, key_size)] if by_channel else []
-    has_room = vmem_needed(arrays, (num_heads, *state)) <= vmem_limit(chip)
-    is_narrow = state == (LANES, LANES)
-    return chip.num_cores == 1 and num_heads <= LANES and is_narrow and has_room
 
 
 def _numbers(beta: jax.Array, log_decay: jax.Array) -> jax.Array:
@@ -247,7 +230,7 @@ def _decayed_products(
 ) -> tuple[jax.Array, jax.Array]:
     """What `xla._decayed_products` computes, of keys and of queries with keys."""
     row, column = _places()
-    found = [jnp.zeros((TILE, TILE), jnp.float32) for _ in range(2)]
+    within = [jnp.zeros((TILE, TILE), jnp.float32) for _ in range(2)]
     same_block = (row & -_BLOCK) == (column & -_BLOCK)
     for j in range(_BLOCK):
         decayed = _rows_of_blocks(key, j) * jnp.exp(
@@ -256,7 +239,7 @@ def _decayed_products(
         is_own = same_block & ((column & (_BLOCK - 1)) == j)
         for which, x in enumerate((key, query)):
             products = (x * decayed).sum(axis=1, keepdims=True)
-            found[which] = jnp.where(is_own, products, found[which])
+            within[which] = jnp.where(is_own, products, within[which])
     before = [[jnp.zeros((_BLOCK, TILE), jnp.float32)] for _ in range(2)]
     tokens = lax.broadcasted_iota(jnp.int32, key.shape, 0)
     for first in range(_BLOCK, TILE, _BLOCK):
@@ -267,7 +250,7 @@ def _decayed_products(
         both = _product(both, other, turned=True)
         before[0].append(both[:_BLOCK])
         before[1].append(both[_BLOCK:])
-    keys, queries = (x + jnp.concatenate(y, axis=0) for x, y in zip(found, before, strict=True))
+    keys, queries = (x + jnp.concatenate(y, axis=0) for x, y in zip(within, before, strict=True))
     return keys, queries
 
 

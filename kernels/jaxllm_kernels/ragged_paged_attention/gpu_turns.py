@@ -53,7 +53,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def begin(cls, score: Any, head_size: int) -> "Softmax":
-        """That of a single key, with this score and a value of zero."""
+        """Return the softmax of a single key, with this score and a value of zero."""
         score = jnp.full((GROUP_TOKENS,), score, jnp.float32)
         return cls(
             plgpu.layout_cast(jnp.zeros((GROUP_TOKENS, head_size), jnp.float32), MATRIX),

@@ -43,7 +43,9 @@ class Sizes(NamedTuple):
 def choose_sizes(head_size: int) -> Sizes:
     """The sizes for heads in 16 bits. Raises ValueError if the kernel does not compute them."""
     if not (0 < head_size <= _LARGEST_OF_128 or head_size == _LARGEST):
-        raise ValueError(f"heads of {head_size} are neither of {_LARGEST} nor up to 128")
+        raise ValueError(
+            f"heads of {head_size} are neither of {_LARGEST} nor up to {_LARGEST_OF_128}"
+        )
     size = round_up(head_size, _HEAD_UNIT)
     block_tokens, num_slots = (128, 2) if size <= _LARGEST_OF_128 else (64, 1)
     block_bytes = 2 * block_tokens * size * 2  # of keys and values

@@ -5,6 +5,7 @@ and the last one is written, so a state is read once and written once.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm_kernels.platform import CHIPS, Chip
-from jaxllm_kernels.recurrent.rows import StateRows
+from jaxllm_kernels.recurrent.rows import TILE, StateRows
 
 LANES = 128
 SUBLANES = 8
@@ -59,6 +60,18 @@ def check_blocks(chip: Chip, heads_together: int, sizes: tuple[int, int]) -> Non
     num_bytes = _BLOCKS_HELD * heads_together * 4 * math.prod(sizes)
     if num_bytes > chip.vmem_bytes // 2:
         raise ValueError(f"{_BLOCKS_HELD} blocks of {heads_together} heads do not fit into VMEM")
+
+
+def vmem_of_tiles(operands: Sequence[Sequence[int]], state: Sequence[int]) -> int:
+    """The bytes that tiles hold: operands of heads and sizes, outputs, and states [N, K, V]."""
+    num_heads, _, value_size = state
+
+    def of_window(num_heads: int, size: int) -> int:
+        return 4 * TILE * size * -(-num_heads // SUBLANES) * SUBLANES
+
+    # Windows of the next tile are loaded while a tile is computed.
+    loaded = 2 * sum(of_window(*operand) for operand in operands)
+    return loaded + of_window(num_heads, value_size) + 4 * math.prod(state)
 
 
 def heads_of_block(

@@ -10,7 +10,6 @@ end of the step begins before the tile, and an op makes zeros of what is around 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.tpu_blocks import SUBLANES
+from jaxllm_kernels.recurrent.tpu_blocks import SUBLANES, vmem_of_tiles
 
 # A reference to a kernel's operand.
 Ref = Any
@@ -53,23 +51,6 @@ class _Tiles(NamedTuple):
     counts: jax.Array  # int32 [I]: tokens of the tile
     slots: jax.Array  # int32 [I]
     what: jax.Array  # int32 [I]
-
-
-def vmem_limit(chip: Chip) -> int:
-    """The bytes that states, operands and outputs may take. The rest is for what is computed."""
-    return chip.vmem_bytes // 2
-
-
-def vmem_needed(operands: Sequence[Sequence[int]], state: Sequence[int]) -> int:
-    """The bytes of operands of heads and sizes, of outputs, and of states [N, K, V]."""
-    num_heads, _, value_size = state
-
-    def of_window(num_heads: int, size: int) -> int:
-        return 4 * TILE * size * -(-num_heads // SUBLANES) * SUBLANES
-
-    # Windows of the next tile are loaded while a tile is computed.
-    loaded = 2 * sum(of_window(*operand) for operand in operands)
-    return loaded + of_window(num_heads, value_size) + 4 * math.prod(state)
 
 
 def heads_beside(x: jax.Array) -> jax.Array:
@@ -120,7 +101,7 @@ def run_tiles(
         # Otherwise XLA moves the states of all slots into VMEM and back, where these are small.
         state = pltpu.with_memory_space_constraint(state, pltpu.HBM)
         after = pltpu.HBM(state.shape, state.dtype)
-    needed = vmem_needed([x.shape[1:] for x in operands], state.shape[1:])
+    needed = vmem_of_tiles([x.shape[1:] for x in operands], state.shape[1:])
     num_scalars, num_operands = len(tiles), len(operands)
     out, state = pl.pallas_call(
         functools.partial(_run_tile, compute, num_operands=num_operands),
