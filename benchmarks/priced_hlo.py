@@ -12,7 +12,8 @@ from typing import NamedTuple
 # Clocks in MHz, as the compiler's schedules state them.
 CLOCK_MHZ = {"v5e": 1500, "v6e": 1750, "v7x": 1900}
 
-_ENTRY = re.compile(r"^ENTRY .*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_BODIES = re.compile(r"(?:body|true_computation|false_computation)=%?([\w.\-]+)")
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$", re.MULTILINE)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
@@ -22,7 +23,7 @@ _FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 
 
 class Operation(NamedTuple):
-    """An operation of a program's entry computation."""
+    """An operation of a computation."""
 
     name: str
     opcode: str
@@ -30,13 +31,17 @@ class Operation(NamedTuple):
     source: str  # the scopes and the primitive that it comes from
     cycles: int | None  # None: the compiler names no estimate
     is_kernel: bool  # a Pallas kernel
+    bodies: tuple[str, ...]  # the computations of a loop, or of a condition's sides
 
 
-def operations(hlo: str) -> Iterator[Operation]:
-    """The operations of the entry computation that take time, in their order."""
-    entry = _ENTRY.search(hlo)
-    assert entry is not None, "the program has no entry computation"
-    for name, types, opcode, rest in _OPERATION.findall(entry[1]):
+def operations(hlo: str, computation: str | None = None) -> Iterator[Operation]:
+    """The operations of a computation that take time, in their order; by default of the entry."""
+    of_name = {name: (entry, text) for entry, name, text in _COMPUTATION.findall(hlo)}
+    if computation is None:
+        entries = [name for name, (entry, _) in of_name.items() if entry]
+        assert entries, "the program has no entry computation"
+        computation = entries[0]
+    for name, types, opcode, rest in _OPERATION.findall(of_name[computation][1]):
         if opcode in _FREE:
             continue
         cycles, source = _CYCLES.search(rest), _SOURCE.search(rest)
@@ -47,4 +52,5 @@ def operations(hlo: str) -> Iterator[Operation]:
             source[1] if source else "",
             int(cycles[1]) if cycles else None,
             bool(_KERNEL.search(rest)),
+            tuple(_BODIES.findall(rest)),
         )

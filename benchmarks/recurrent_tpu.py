@@ -11,17 +11,15 @@ with the least time that they take, without waits for copies. These are no measu
 
 import argparse
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from attention_bounds import dump_code
+from priced_hlo import CLOCK_MHZ, operations
 
-CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-CALL = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$", re.MULTILINE)
-FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+# What a loop's estimate says if its number of passes is not known.
+_UNKNOWN = 1 << 60
 NUM_ROWS, NUM_SLOTS, NUM_TOKENS = 64, 96, 2048
 
 
@@ -80,39 +78,27 @@ def compile_op(op: str, by: str, chip_name: str) -> Any:
 
 def show(hlo: str) -> None:
     """Print the loops of a program, the entry first."""
-    computations = dict(COMPUTATION.findall(hlo))
-    entry = re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)
-    assert entry is not None
 
-    def visit(name: str, depth: int) -> None:
-        counts: dict[str, list[int]] = {}
-        inner = []
-        for _name, _types, opcode, rest in CALL.findall(computations[name]):
-            if opcode in FREE:
-                continue
-            found = CYCLES.search(rest)
-            cycles = int(found[1]) if found and int(found[1]) < 1 << 60 else 0
-            count = counts.setdefault(opcode, [0, 0])
-            count[0] += 1
-            count[1] += cycles
-            if opcode == "while":
-                inner += re.findall(r"body=%?([\w.\-]+)", rest)
-            elif opcode == "conditional":
-                inner += re.findall(r"(?:true_computation|false_computation)=%?([\w.\-]+)", rest)
-        total = sum(count[1] for count in counts.values())
-        text = ", ".join(f"{n} {op} {c}" for op, (n, c) in sorted(counts.items()))
-        print("  " * depth + f"{name}: {total} cycles: {text}")
-        for body in inner:
-            visit(body, depth + 1)
+    def visit(name: str | None, depth: int) -> None:
+        of_opcode: dict[str, list[int]] = {}
+        launched = list(operations(hlo, name))
+        for operation in launched:
+            cycles = operation.cycles or 0
+            of_opcode.setdefault(operation.opcode, []).append(cycles if cycles < _UNKNOWN else 0)
+        total = sum(map(sum, of_opcode.values()))
+        text = ", ".join(f"{len(x)} {code} {sum(x)}" for code, x in sorted(of_opcode.items()))
+        print("  " * depth + f"{name or 'entry'}: {total} cycles: {text}")
+        for operation in launched:
+            for body in operation.bodies:
+                visit(body, depth + 1)
 
-    visit(entry[1], 0)
+    visit(None, 0)
 
 
 def count_tiles(folder: Path, chip_name: str) -> None:
     """Print what the kernel for tiles takes, if one was compiled into the folder. Its code has a
     loop over tiles, and within it one over heads, four at once."""
     from followed_bundles import read_code
-    from priced_hlo import CLOCK_MHZ
 
     for path in folder.glob("*_tiles*[0-9]-final_bundles.txt"):
         code = read_code(path)

@@ -126,9 +126,11 @@ def show(batch: Batch, chip_name: str, model: str, least: float) -> None:
 def show_bounds_of_gpu(chip_name: str, model: str) -> None:
     import numpy as np
     from jaxllm_kernels.platform import CHIPS
-    from self_attention_gpu import busiest, least_seconds, machine_code
+    from self_attention_gpu import busiest, instructions_of_score, least_seconds, machine_code
 
     chip, code = CHIPS[chip_name], machine_code(__file__, "--chips", chip_name, "--models", model)
+    masked, whole = instructions_of_score(code, MODELS[model][0].head_size)
+    print(f"a score takes {masked:.1f} instructions with masks and {whole:.1f} without")
     for batch in MODELS[model]:
         starts = np.arange(batch.num_rows + 1, dtype=np.int32) * batch.length
         blocks = busiest(starts, batch.num_tokens, batch.num_heads, batch.head_size, chip.num_cores)
@@ -151,7 +153,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"])
+    parser.add_argument(
+        "--chips", nargs="+", choices=["v5e", "v6e", "h200"], default=["v5e", "v6e"]
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -62,6 +62,15 @@ def busiest(
     return max(of_workers, key=sum)
 
 
+def instructions_of_score(code: str, head_size: int) -> tuple[float, float]:
+    """The instructions of a thread for each score, in blocks with masks and without."""
+    from jaxllm_kernels.ragged_self_attention.gpu_tiles import GROUP_TOKENS, choose_sizes
+
+    masked, whole, _ = matrix_loops(code)
+    scores_of_thread = GROUP_TOKENS * choose_sizes(head_size).block_tokens / 128
+    return masked.issue / scores_of_thread, whole.issue / scores_of_thread
+
+
 def least_seconds(code: str, blocks: Blocks, chip: Chip) -> float:
     """The time in which a multiprocessor issues the loops over blocks, and its units compute them.
     What items take beside their blocks, and latencies, come on top."""

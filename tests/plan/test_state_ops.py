@@ -1,11 +1,13 @@
-"""Which kernels recurrent layers have on GPUs, and what is said where they have none."""
+"""Which kernels recurrent layers have on GPUs and TPUs, and what is said where they have none."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from jaxllm_kernels.compat import why_no_mosaic_gpu
 from jaxllm_kernels.gated_delta.gpu import MosaicDelta
+from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ssd.gpu import MosaicSsd
@@ -27,7 +29,7 @@ MAMBA2_SIZES = {"head_dim": 64, "num_heads": 2, "hidden_size": 64, "state_size":
 class Part(NamedTuple):
     """What is asked of a part of a model."""
 
-    state_configs: tuple[Any, ...] = ("of a layer",)
+    state_configs: tuple[Any, ...] = (SimpleNamespace(arrays=()),)
 
 
 def ops_for(chip, folder, family, num_shards=1, **sizes):
@@ -37,7 +39,7 @@ def ops_for(chip, folder, family, num_shards=1, **sizes):
     plan = make_plan(EngineArgs(path, **options, load_format="dummy", hf_overrides=sizes))
     ops = choose_state_ops(
         chip,
-        NoLibrary("a GPU"),
+        NoLibrary(f"a {chip.platform}"),
         plan.architecture,
         [Part()],
         "bfloat16",
@@ -88,3 +90,40 @@ def test_other_gpus_take_the_loops(tmp_path, caplog):
     a100 = dataclasses.replace(H200, name="a100", compute_capability=(8, 0))
     assert ops_for(a100, tmp_path, "qwen3_5").delta.name == "xla"
     assert "it runs on Hopper GPUs (compute capability 9.0), not on a100" in caplog.text
+
+
+WIDE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+ONE_KEY = {"linear_num_key_heads": 1, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("chip", "sizes", "reason"),
+    [
+        ("v6e", WIDE, None),
+        ("v4", WIDE, "the kernel takes one core, and v4 has 2"),
+        ("v6e", WIDE | {"linear_value_head_dim": 256}, "states of 128 x 256 are not 128 x 128"),
+        ("v6e", WIDE | ONE_KEY, "8 heads, 8 of a key, are more than 128 and 5"),
+        (
+            "v6e",
+            WIDE | {"linear_num_key_heads": 32, "linear_num_value_heads": 160},
+            "160 heads, 5 of a key, are more than 128 and 5",
+        ),
+    ],
+    ids=str,
+)
+def test_tiles_that_the_tpu_kernel_does_not_compute_are_left_to_xla(
+    tmp_path, caplog, chip, sizes, reason
+):
+    ops = ops_for(CHIPS[chip], tmp_path, "qwen3_5", **sizes)
+    assert ops.delta == TpuDelta(chip=chip, with_tiles=reason is None)
+    if reason is None:
+        assert "of recurrent layers" not in caplog.text
+    else:
+        assert f"prompts of recurrent layers: XLA's loops, since {reason}" in caplog.text
+
+
+def test_tiles_that_do_not_fit_into_the_memory_of_a_core_are_refused():
+    delta = TpuDelta(chip="v7x")
+    delta.check_tiles(64, 64, 128, 128, by_channel=True)
+    with pytest.raises(ValueError, match="128 heads take .* bytes of VMEM, and there are"):
+        delta.check_tiles(128, 128, 128, 128, by_channel=True)
