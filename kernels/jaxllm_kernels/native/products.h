@@ -31,10 +31,12 @@ template <typename Kind>
 struct Product {
   // The number of registers of a vector of elements.
   static constexpr int kEach = sizeof(typename Kind::Loaded) / sizeof(Floats);
-  // Rows of x and of weights whose sums are in registers together, with the rows of x and one row
-  // of weights: as many as fit in the registers.
+  // Rows of x and of weights whose sums are in registers together, with the rows of x, one row of
+  // weights, and what splits pairs: as many as fit in the registers. With one more, each step would
+  // wait for a sum to come back from memory.
   static constexpr int kBlockRows = kNumRegisters == 32 ? 4 : 4 - kEach;
-  static constexpr int kBlockOutputs = (kNumRegisters - (kBlockRows + 1) * kEach) / kBlockRows;
+  static constexpr int kBlockOutputs =
+      (kNumRegisters - (kBlockRows + 1) * kEach - (kEach - 1)) / kBlockRows;
 
   const typename Kind::Element* x;
   const typename Kind::Element* weight;

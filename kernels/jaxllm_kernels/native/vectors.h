@@ -106,6 +106,30 @@ inline void SumAll(const Floats (&vectors)[kColumns][kRows], float (&totals)[kRo
     }
     return;
   }
+#elif defined(__AVX2__)
+  if constexpr (kColumns % 4 == 0) {
+    // Likewise eight sums at a time: of two rows, whose halves are beside each other.
+    auto halves = [](Floats a, Floats b) -> Floats {
+      return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+    };
+    auto quarters = [](Floats a, Floats b) -> Floats {
+      return _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+    };
+    auto eighths = [](Floats a, Floats b) -> Floats {
+      return _mm256_shuffle_ps(a, b, 0x88) + _mm256_shuffle_ps(a, b, 0xdd);
+    };
+    for (int r = 0; r < kRows; r += 2)
+      for (int c = 0; c < kColumns; c += 4) {
+        const int other = r + 1 < kRows ? r + 1 : r;
+        auto column = [&](int c) { return halves(vectors[c][r], vectors[c][other]); };
+        const Floats rows = eighths(quarters(column(c), column(c + 1)),
+                                    quarters(column(c + 2), column(c + 3)));
+        const __m128 low = _mm256_castps256_ps128(rows), high = _mm256_extractf128_ps(rows, 1);
+        std::memcpy(&totals[r][c], &low, sizeof(low));
+        if (other > r) std::memcpy(&totals[other][c], &high, sizeof(high));
+      }
+    return;
+  }
 #endif
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kColumns; ++c) totals[r][c] = Sum(vectors[c][r]);
