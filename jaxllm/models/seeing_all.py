@@ -20,7 +20,8 @@ _CONVERTED = ("window", "qk_norm")
 def without_both_sides(config: HFConfig) -> tuple[HFConfig, bool]:
     """The config as that of a decoder, and whether it says that tokens see both sides."""
     sees_all = config.get(_BOTH_SIDES) is True or config.get(_CAUSAL) is False
-    fields = {name: None for name in (_BOTH_SIDES, _CAUSAL) if name in config.fields}
+    of_decoders = {_BOTH_SIDES: None, _CAUSAL: True}
+    fields = {name: value for name, value in of_decoders.items() if name in config.fields}
     return (config.replaced(fields) if sees_all else config), sees_all
 
 
@@ -42,8 +43,8 @@ def _to_both_sides(mixer: MixerSpec) -> SelfAttentionSpec:
     norm = None if plain is None else plain.qk_norm
     if plain is None or plain != mixer or (norm and norm != type(norm)(norm=norm.norm)):
         raise UnsupportedModelError(
-            "the model's attention is not supported where tokens see those behind them; heads with "
-            "norms, rotations and windows are"
+            f"{_CAUSAL}=False or {_BOTH_SIDES}: the model's attention is not supported where tokens "
+            "see those behind them; heads with norms, rotations and windows are"
         )
     return SelfAttentionSpec(
         **{name: getattr(plain, name) for name in _KEPT},

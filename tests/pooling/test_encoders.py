@@ -11,7 +11,7 @@ from jaxllm import LLM, ValidationError
 from jaxllm.config import EngineConfig
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import VOCAB_SIZE
-from tests.pooling.models import describe, unit
+from tests.pooling.models import describe, unit, write_model
 from tests.profile import TINY
 
 torch = pytest.importorskip("torch")
@@ -219,3 +219,21 @@ def test_a_decoder_whose_tokens_see_both_sides_and_layers_behind_the_pooling(tmp
             np.testing.assert_allclose(
                 output.outputs.embedding, unit(project(mean).numpy()), atol=1e-5
             )
+
+
+def test_a_decoder_that_is_not_causal(tmp_path):
+    path = write_model(tmp_path / "model", "Qwen2Model", "qwen2")
+    model = transformers.AutoModel.from_pretrained(path).eval()
+    # As in GTE of Qwen2.
+    config = json.loads((path / "config.json").read_text()) | {"is_causal": False}
+    (path / "config.json").write_text(json.dumps(config))
+    describe(path, "pooling_mode_mean_tokens")
+    llm = LLM(path, **WHOLE, skip_tokenizer_init=True)
+    outputs = llm.embed(PROMPTS, **QUIET)
+    for output, ids in zip(outputs, PROMPTS, strict=True):
+        everything = torch.zeros(1, 1, len(ids), len(ids))  # is added to the scores
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids]), attention_mask=everything).last_hidden_state
+        np.testing.assert_allclose(
+            output.outputs.embedding, unit(hidden[0].mean(0).numpy()), atol=1e-5
+        )
