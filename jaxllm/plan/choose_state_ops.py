@@ -77,9 +77,9 @@ def choose_state_ops(
         load["copies"] = lambda: _copies_on_tpu(chip, configs, num_shards, ops.conv)
     elif chip.platform == "gpu":
         if not kinds.isdisjoint(_DELTA):
-            load["delta"] = functools.partial(_delta_on_gpu, chip, mixers, num_shards)
+            load["delta"] = functools.partial(_delta_on_gpu, chip, mixers)
         if MambaSpec in kinds:
-            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers, num_shards)
+            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
@@ -140,11 +140,9 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
     return delta
 
 
-def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
-    """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    if num_shards > 1:
-        # The compiler of JAX 0.11.2 crashes on Qwen3.6-35B-A3B over two H200.
-        raise ValueError("XLA does not compile its kernel for several devices")
+def _delta_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicDelta:
+    """The kernels; raises ValueError unless they compute the heads of all mixers, of which a device
+    may have any number."""
     delta = MosaicDelta.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, GatedDeltaSpec):
@@ -154,11 +152,9 @@ def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
     return delta
 
 
-def _ssd_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicSsd:
-    """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    if num_shards > 1:
-        # The compiler of JAX 0.11.2 crashes on Nemotron 3 Nano over two H200.
-        raise ValueError("XLA does not compile its kernel for several devices")
+def _ssd_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicSsd:
+    """The kernels; raises ValueError unless they compute the heads of all mixers, of which a device
+    may have any number."""
     ssd = MosaicSsd.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, MambaSpec):

@@ -77,13 +77,18 @@ def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog)
     assert f"{expected} of {size}" in caplog.text
 
 
+@needs_mosaic
 @pytest.mark.parametrize(
     ("family", "op", "sizes"), [("qwen3_5", "delta", DELTA_SIZES), ("mamba2", "ssd", MAMBA2_SIZES)]
 )
-def test_several_gpus_take_the_loops(family, op, sizes, tmp_path, caplog):
-    assert getattr(ops_for(H200, tmp_path, family, num_shards=2, **sizes), op).name == "xla"
-    expected = f"{op} of recurrent layers: XLA's loops, since XLA does not compile its kernel"
-    assert f"{expected} for several devices" in caplog.text
+def test_several_gpus_have_the_kernels_of_one(family, op, sizes, tmp_path, caplog):
+    one, two = (
+        getattr(ops_for(H200, tmp_path / str(num_shards), family, num_shards, **sizes), op)
+        for num_shards in (1, 2)
+    )
+    assert two.name == "mosaic_sm90"
+    assert two == one
+    assert "of recurrent layers" not in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):
