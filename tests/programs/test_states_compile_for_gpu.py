@@ -13,6 +13,8 @@ import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
+from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.mamba import MambaSpec
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
@@ -31,7 +33,7 @@ NUM_ROWS = 64
 # Logits, and what samples, beside the layers. Experts of 2048 tokens need more.
 MAX_TEMP_BYTES = 256 << 20
 MAX_TEMP_BYTES_OVER_DEVICES = 400 << 20
-MOST_OTHER_COLLECTIVES = 20
+MOST_OTHER_COLLECTIVES = 21
 
 
 @pytest.mark.sweep
@@ -68,15 +70,16 @@ class Model:
     """A model over several devices, with sizes of all of them."""
 
     name: str  # in CONFIGS
-    op: str  # of its states
+    mixer: type  # of its states
+    op: str  # of the mixer
     num_heads: int
     head: str  # the matrix of a head's state
     hidden_size: int
     sums_of_layer: int  # over devices: of the outputs of a mixer, and of experts
 
 
-DELTA_NETS = Model("Qwen3.6 35B-A3B", "delta", 32, "128,128", 2048, 2)
-MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", "ssd", 64, "64,128", 2688, 1)
+DELTA_NETS = Model("Qwen3.6 35B-A3B", GatedDeltaSpec, "delta", 32, "128,128", 2048, 2)
+MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,7 @@ MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", "ssd", 64, "64,128", 2688, 1)
             for decode_only in (True, False)
         ),
     ],
+    ids=lambda value: value.op if isinstance(value, Model) else value,
 )
 def test_a_step_over_devices(model, num_layers, num_devices, decode_only, tmp_path):
     """Each device has the kernels for its heads. Devices exchange what they would without states:
@@ -100,8 +104,10 @@ def test_a_step_over_devices(model, num_layers, num_devices, decode_only, tmp_pa
     assert getattr(plan.state_ops, model.op).name == "mosaic_sm90"
     states = f"f32[{NUM_ROWS},{model.num_heads // num_devices},{model.head}]"
     hlo = _assert_states_stay(plan, states, decode_only, MAX_TEMP_BYTES_OVER_DEVICES)
-    assert f"{model.op}_decode_mosaic_gpu" in hlo
-    assert (f"{model.op}_rows_mosaic_gpu" in hlo) == (not decode_only)
+    mixers = [mixer for layer in plan.architecture.layers for mixer in layer.mixers]
+    num_mixers = sum(isinstance(mixer, model.mixer) for mixer in mixers)
+    for kernel, count in (("decode", num_mixers), ("rows", 0 if decode_only else num_mixers)):
+        assert len(re.findall(rf"custom-call\(.*/{model.op}_{kernel}/", hlo)) == count, kernel
     num_tokens = NUM_ROWS if decode_only else plan.max_num_batched_tokens
     row_bytes = num_tokens * model.hidden_size * 2
     exchanged = collectives(hlo)
