@@ -89,7 +89,8 @@ def test_rows_without_a_slot_change_no_state():
 
 
 def test_tiles_of_bfloat16_are_as_precise_as_float32():
-    assert error(OP, "whole", LAYERS["usual"], "bfloat16") < TOLERANCE
+    # Float32 in two parts of bfloat16 errs more.
+    assert error(OP, "whole", LAYERS["usual"], "bfloat16") < TOLERANCE / 10
 
 
 def test_rows_alone_have_the_bits_that_they_have_in_a_crowd():

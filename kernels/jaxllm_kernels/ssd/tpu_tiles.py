@@ -118,12 +118,12 @@ def _compute(
 
     def load_pair(pair: Any) -> _Pair:
         heads = [2 * pair, 2 * pair + 1]
-        left, right = (column_of_head(decays, head) for head in heads)
         decays_beside, steps_beside = (
-            _beside(*(by_head[pl.ds(head, 1), :] for head in heads), TILE)
+            _beside([by_head[pl.ds(head, 1), :] for head in heads], TILE)
             for by_head in (decays_by_head, steps_by_head)
         )
-        return _Pair(load(x, pair, pair_size), (left, right), decays_beside, steps_beside)
+        columns = [column_of_head(decays, head) for head in heads]
+        return _Pair(load(x, pair, pair_size), columns, decays_beside, steps_beside)
 
     def run_group(group: jax.Array, _: None) -> None:
         into, out_of = (load(each, group, state_size).astype(dtype) for each in (b, c))
@@ -153,7 +153,7 @@ class _Pair(NamedTuple):
 
     x: jax.Array  # [TILE, 2 P]
     # Cumulated log decays of each of the heads, and of both beside each other.
-    decays: tuple[jax.Array, jax.Array]  # [TILE, 1]
+    decays: Sequence[jax.Array]  # [TILE, 1]
     decays_beside: jax.Array  # [1, 2 TILE]
     steps_beside: jax.Array  # [1, 2 TILE]
 
@@ -178,7 +178,7 @@ def _compute_pairs(
     seen = product(out_of, held, turned=True)  # [TILE, heads * P]
     # Steps and decays multiply what is between tokens, whose products have x as it is.
     between = [
-        scores * jnp.exp(jnp.minimum(_beside(*x.decays, TILE) - x.decays_beside, 0)) for x in pairs
+        scores * jnp.exp(jnp.minimum(_beside(x.decays, TILE) - x.decays_beside, 0)) for x in pairs
     ]
     outputs = [
         product(each * x.steps_beside, _diagonal(x.x).astype(into.dtype))
@@ -186,32 +186,33 @@ def _compute_pairs(
     ]
     outputs = [
         output
-        + jnp.exp(_beside(*x.decays, head_size)) * seen[:, i * pair_size : (i + 1) * pair_size]
+        + jnp.exp(_beside(x.decays, head_size)) * seen[:, i * pair_size : (i + 1) * pair_size]
         for i, (x, output) in enumerate(zip(pairs, outputs, strict=True))
     ]
     last = [[decays[TILE - 1 :] for decays in x.decays] for x in pairs]
     kept = [
-        jnp.exp(_beside(*ends, TILE) - x.decays_beside) * x.steps_beside
+        jnp.exp(_beside(ends, TILE) - x.decays_beside) * x.steps_beside
         for x, ends in zip(pairs, last, strict=True)
     ]
     kept = [
-        x.x.T * _above(each[:, :TILE], each[:, TILE:], (head_size, TILE))
+        x.x.T * _above([each[:, :TILE], each[:, TILE:]], (head_size, TILE))
         for x, each in zip(pairs, kept, strict=True)
     ]
     added = product(jnp.concatenate(kept), into)
-    decays = [_above(*map(jnp.exp, ends), (head_size, held.shape[1])) for ends in last]
+    decays = [_above([jnp.exp(end) for end in ends], (head_size, held.shape[1])) for ends in last]
     return jnp.concatenate(decays) * held + added, outputs
 
 
-def _beside(left: jax.Array, right: jax.Array, width: int) -> jax.Array:
-    """Columns [rows, 1], each of them so many times; or halves of rows [rows, 2 width]."""
+def _beside(heads: Sequence[jax.Array], width: int) -> jax.Array:
+    """Columns [rows, 1] of two heads, each of them so many times; or halves of [rows, 2 width]."""
+    left, right = heads
     lanes = lax.broadcasted_iota(jnp.int32, (len(left), 2 * width), 1)
     return jnp.where(lanes < width, left, right)
 
 
-def _above(upper: jax.Array, lower: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Two arrays above each other, each of them in a shape."""
-    return jnp.concatenate([jnp.broadcast_to(x, shape) for x in (upper, lower)])
+def _above(heads: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """Arrays of two heads above each other, each of them in a shape."""
+    return jnp.concatenate([jnp.broadcast_to(x, shape) for x in heads])
 
 
 def _diagonal(x: jax.Array) -> jax.Array:
