@@ -32,7 +32,8 @@ CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
 NUM_ROWS = 64
 # Logits, and what samples, beside the layers. Experts of 2048 tokens need more.
 MAX_TEMP_BYTES = 256 << 20
-MAX_TEMP_BYTES_OVER_DEVICES = 400 << 20
+# Of a step of 1024 tokens over two devices, of all layers of Qwen3.6-35B-A3B.
+MAX_TEMP_BYTES_OVER_DEVICES = 520 << 20
 MOST_OTHER_COLLECTIVES = 21
 
 
