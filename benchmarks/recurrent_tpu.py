@@ -3,10 +3,11 @@
     python benchmarks/recurrent_tpu.py delta --by xla --chip v6e
     python benchmarks/recurrent_tpu.py delta --by tpu --chip v6e
 
-Sizes are those of Qwen3.6-35B-A3B (delta), of the same with decays per channel (kda), and of
-Nemotron 3 Nano (ssd), for a prompt of 2048 tokens in a step of 64 rows. It prints what a pass of
-each loop launches, with the compiler's estimates of cycles, and the bundles of the kernel for tiles
-with the least time that they take, without waits for copies. These are no measurements.
+Sizes are those of Qwen3.6-35B-A3B (delta), of the same with decays per channel (kda), of Nemotron 3
+Nano (ssd), and of Granite 4.0 H Tiny (granite), for a prompt of 2048 tokens in a step of 64 rows.
+It prints what a pass of each loop launches, with the compiler's estimates of cycles, and the
+bundles of the kernel for tiles with the least time that they take, without waits for copies. These
+are no measurements.
 """
 
 import argparse
@@ -21,6 +22,10 @@ from priced_hlo import CLOCK_MHZ, operations
 # What a loop's estimate says if its number of passes is not known.
 _UNKNOWN = 1 << 60
 NUM_ROWS, NUM_SLOTS, NUM_TOKENS = 64, 96, 2048
+# Heads of a layer, and how many of them the kernel for tiles computes side by side.
+HEADS = {"delta": (32, 4), "kda": (32, 4), "ssd": (64, 8), "granite": (48, 8)}
+# The ops of Mamba2, with their groups of heads.
+GROUPS = {"ssd": 8, "granite": 1}
 
 
 def compile_op(op: str, by: str, chip_name: str) -> Any:
@@ -39,9 +44,9 @@ def compile_op(op: str, by: str, chip_name: str) -> Any:
 
     chip = CHIPS[chip_name]
     if by == "xla":
-        chosen: Any = (XlaSsd() if op == "ssd" else XlaDelta()).tuned_for(chip)
+        chosen: Any = (XlaSsd() if op in GROUPS else XlaDelta()).tuned_for(chip)
     else:
-        chosen = (TpuSsd if op == "ssd" else TpuDelta)(chip=chip_name)
+        chosen = (TpuSsd if op in GROUPS else TpuDelta)(chip=chip_name)
     sharding = SingleDeviceSharding(topology_devices(f"{chip_name}-8")[0])
 
     def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -57,20 +62,26 @@ def compile_op(op: str, by: str, chip_name: str) -> Any:
             decode_only=False,
         )
         rows = prepare_rows(batch, slots, num_tokens=NUM_TOKENS, num_slots=NUM_SLOTS)
-        return chosen(*operands, state=state, rows=rows)
+        if op not in GROUPS:
+            return chosen(*operands, state=state, rows=rows)
+        # Layers have no heads beside the op, but rows of numbers.
+        sizes = (64, 128, 128)
+        xbc = (x.reshape(NUM_TOKENS, -1, size) for x, size in zip(operands[:3], sizes, strict=True))
+        out, state = chosen(*xbc, *operands[3:], state=state, rows=rows)
+        return out.reshape(NUM_TOKENS, -1), state
 
-    bf16 = jnp.bfloat16
-    if op == "ssd":
-        of_group = array(NUM_TOKENS, 8, 128, dtype=bf16)
-        operands = [array(NUM_TOKENS, 64, 64, dtype=bf16), of_group, of_group]
-        operands += [array(NUM_TOKENS, 64), array(64)]
-        state = array(NUM_SLOTS, 64, 64, 128)
+    bf16, num_heads = jnp.bfloat16, HEADS[op][0]
+    if op in GROUPS:
+        of_groups = array(NUM_TOKENS, GROUPS[op] * 128, dtype=bf16)
+        operands = [array(NUM_TOKENS, num_heads * 64, dtype=bf16), of_groups, of_groups]
+        operands += [array(NUM_TOKENS, num_heads), array(num_heads)]
+        state = array(NUM_SLOTS, num_heads, 64, 128)
     else:
         keys = array(NUM_TOKENS, 32 if op == "kda" else 16, 128)
-        heads = NUM_TOKENS, 32
+        heads = NUM_TOKENS, num_heads
         decays = array(*heads, 128) if op == "kda" else array(*heads)
         operands = [keys, keys, array(*heads, 128, dtype=bf16), decays, array(*heads)]
-        state = array(NUM_SLOTS, 32, 128, 128)
+        state = array(NUM_SLOTS, num_heads, 128, 128)
     counts = [array(n, dtype=jnp.int32) for n in (NUM_ROWS, NUM_ROWS + 1, NUM_ROWS)]
     lowered = jax.jit(run, donate_argnums=1).lower(operands, state, *counts, array(dtype=jnp.int32))
     return lowered.compile(dict(chip.compiler_options))
@@ -95,9 +106,9 @@ def show(hlo: str) -> None:
     visit(None, 0)
 
 
-def count_tiles(folder: Path, chip_name: str) -> None:
+def count_tiles(op: str, folder: Path, chip_name: str) -> None:
     """Print what the kernel for tiles takes, if one was compiled into the folder. Its code has a
-    loop over tiles, and within it one over heads, four at once."""
+    loop over tiles, and within it one over heads, several at once."""
     from followed_bundles import read_code
 
     for path in folder.glob("*_tiles*[0-9]-final_bundles.txt"):
@@ -109,10 +120,11 @@ def count_tiles(folder: Path, chip_name: str) -> None:
             if instruction.opcode == "sbr.rel"
         ]
         heads, tile = sorted(sizes)[-2:]
-        num_tiles, num_bodies = NUM_TOKENS // 64, 32 // 4
+        num_heads, at_once = HEADS[op]
+        num_tiles, num_bodies = NUM_TOKENS // 64, num_heads // at_once
         bundles = num_tiles * (tile + (num_bodies - 1) * heads)
         print(
-            f"kernel for tiles: {heads} bundles for four heads, {bundles} in all, "
+            f"kernel for tiles: {heads} bundles for {at_once} heads, {bundles} in all, "
             f"{bundles / CLOCK_MHZ[chip_name]:.0f} us"
         )
 
@@ -121,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("op", choices=["delta", "kda", "ssd"])
+    parser.add_argument("op", choices=list(HEADS))
     parser.add_argument("--chip", default="v6e")
     parser.add_argument("--by", choices=["xla", "tpu"], default="tpu")
     parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
@@ -134,7 +146,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         dump_code(folder, __file__, args.op, "--by", args.by, "--chip", args.chip)
-        count_tiles(Path(folder), args.chip)
+        count_tiles(args.op, Path(folder), args.chip)
 
 
 if __name__ == "__main__":

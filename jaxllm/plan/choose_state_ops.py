@@ -72,14 +72,14 @@ def choose_state_ops(
         if not kinds.isdisjoint(_DELTA):
             load["delta"] = functools.partial(_delta_on_tpu, chip, mixers, num_shards)
         if MambaSpec in kinds:
-            load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers)
+            load["ssd"] = functools.partial(_ssd_on_tpu, chip, mixers, num_shards)
         # Last, since the convolution says how many inputs there are to copy.
         load["copies"] = lambda: _copies_on_tpu(chip, configs, num_shards, ops.conv)
     elif chip.platform == "gpu":
         if not kinds.isdisjoint(_DELTA):
-            load["delta"] = functools.partial(_delta_on_gpu, chip, mixers, num_shards)
+            load["delta"] = functools.partial(_delta_on_gpu, chip, mixers)
         if MambaSpec in kinds:
-            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers, num_shards)
+            load["ssd"] = functools.partial(_ssd_on_gpu, chip, mixers)
     elif not isinstance(library, NoLibrary):  # otherwise the reason is logged already
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
@@ -131,20 +131,27 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
             heads.append((count, count, mixer.head_size, mixer.head_size, True))
     for *sizes, _ in heads:
         delta.check(*sizes)
-    try:
+
+    def check_tiles() -> None:
         for *sizes, by_channel in heads:
             delta.check_tiles(*sizes, by_channel=by_channel)
+
+    return replace(delta, with_tiles=_computes_tiles(check_tiles))
+
+
+def _computes_tiles(check_tiles: Callable[[], None]) -> bool:
+    """Whether kernels compute tiles too; logs why they do not."""
+    try:
+        check_tiles()
     except ValueError as error:
         logger.warning("prompts of recurrent layers: XLA's loops, since %s", error)
-        return replace(delta, with_tiles=False)
-    return delta
+        return False
+    return True
 
 
-def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
-    """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    if num_shards > 1:
-        # The compiler of JAX 0.11.2 crashes on Qwen3.6-35B-A3B over two H200.
-        raise ValueError("XLA does not compile its kernel for several devices")
+def _delta_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicDelta:
+    """The kernels; raises ValueError unless they compute the heads of all mixers, of which a device
+    may have any number."""
     delta = MosaicDelta.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, GatedDeltaSpec):
@@ -154,11 +161,9 @@ def _delta_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicDelta:
     return delta
 
 
-def _ssd_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicSsd:
-    """The kernel; raises ValueError unless it computes the heads of all mixers."""
-    if num_shards > 1:
-        # The compiler of JAX 0.11.2 crashes on Nemotron 3 Nano over two H200.
-        raise ValueError("XLA does not compile its kernel for several devices")
+def _ssd_on_gpu(chip: Chip, mixers: set[Any]) -> MosaicSsd:
+    """The kernels; raises ValueError unless they compute the heads of all mixers, of which a device
+    may have any number."""
     ssd = MosaicSsd.tuned_for(chip)
     for mixer in mixers:
         if isinstance(mixer, MambaSpec):
@@ -166,13 +171,21 @@ def _ssd_on_gpu(chip: Chip, mixers: set[Any], num_shards: int) -> MosaicSsd:
     return ssd
 
 
-def _ssd_on_tpu(chip: Chip, mixers: set[Any]) -> TpuSsd:
-    """The kernel; raises ValueError unless it computes the heads of all mixers."""
+def _ssd_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuSsd:
+    """The kernels; raises ValueError unless they compute the decodes of all mixers."""
     ssd = TpuSsd(chip=chip.name)
-    for mixer in mixers:
-        if isinstance(mixer, MambaSpec):
-            ssd.check(mixer.head_size, mixer.state_size)
-    return ssd
+    specs = [mixer for mixer in mixers if isinstance(mixer, MambaSpec)]
+    for spec in specs:
+        ssd.check(spec.head_size, spec.state_size)
+
+    def check_tiles() -> None:
+        for spec in specs:
+            # Groups are repeated if there are fewer of them than shards.
+            num_groups = max(1, spec.num_groups // num_shards)
+            num_heads = spec.num_heads // num_shards
+            ssd.check_tiles(num_groups, num_heads, spec.head_size, spec.state_size)
+
+    return replace(ssd, with_tiles=_computes_tiles(check_tiles))
 
 
 def encoder_ops(

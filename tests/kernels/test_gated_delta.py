@@ -1,15 +1,21 @@
 """The gated delta rule: every implementation computes every batch of every kind of layer."""
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxllm_kernels.gated_delta.cases import LAYERS, TOLERANCE, error, outputs
+from jaxllm_kernels.gated_delta.cases import LAYERS, TOLERANCE, Layer, draw, error, outputs
 from jaxllm_kernels.gated_delta.native import NativeDelta
 from jaxllm_kernels.gated_delta.reference import ReferenceDelta
+from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.gated_delta.xla import XlaDelta
 from jaxllm_kernels.platform import CHIPS
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
+from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.recurrent.scan import AtOnce
 
 XLA = XlaDelta()
@@ -98,3 +104,26 @@ def test_token_by_token_a_cut_changes_no_bit(native):
 def test_decodes_at_once_follow_the_chip():
     assert XLA.tuned_for(CHIPS["cpu"]).at_once == (1, 1)
     assert min(XLA.tuned_for(CHIPS["h200"]).at_once) > 1
+
+
+@pytest.mark.parametrize("decode_only", [True, False])
+def test_no_array_without_elements_is_around_kernels(decode_only):
+    """In a shard_map the compiler of JAX 0.11.2 crashes on these, as a whole array's `at[:n].set`
+    has one."""
+    layer, num_rows, num_slots = Layer(key_size=128, value_size=128), 6, 4
+    operands = draw(layer, np.random.default_rng(0), num_rows)
+    batch = RaggedBatch(
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32),
+        context_lens=jnp.full(num_rows, 9),
+        block_tables=jnp.zeros((num_rows, 0), jnp.int32),
+        num_decodes=jnp.int32(num_rows),
+        block_size=1,
+        decode_only=decode_only,
+    )
+    slots = jnp.arange(num_rows)
+    rows = prepare_rows(batch, slots, num_tokens=num_rows, num_slots=num_slots)
+    state = jnp.zeros((num_slots, layer.num_heads, layer.key_size, layer.value_size))
+    traced = jax.jit(TpuDelta(chip="v6e")).trace(*operands, state, rows)
+    lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
+    # Types of index are the layouts of scalars.
+    assert not re.search(r"tensor<0x(?!index)", lowered)

@@ -23,6 +23,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
 )
 from jaxllm_kernels.ragged_paged_attention.cases import CASES, TOLERANCES, Case, run_case
 from jaxllm_kernels.ragged_paged_attention.gpu import MosaicGpuBackend
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import UNSEEN_PRODUCT, score_factor
 
 BACKEND = get_backend("mosaic_sm90")
 INTERPRETED = MosaicGpuBackend(name="mosaic_sm90_interpreted", num_workers=2, interpret=True)
@@ -32,6 +33,14 @@ LIMITS = BatchLimits(num_tokens=2048, num_rows=64, max_blocks=128, block_size=64
 
 no_mosaic = why_no_mosaic_gpu()
 interpreted = pytest.mark.skipif(bool(no_mosaic), reason=f"the Mosaic GPU backend {no_mosaic}")
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e6])
+def test_keys_that_are_not_seen_have_no_weight_whatever_their_scale(scale):
+    factor = score_factor(jnp.array([scale]), 0, CONFIG)
+    score = UNSEEN_PRODUCT * factor
+    assert np.isfinite(score)
+    assert np.exp2(score) == 0
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The GPU kernels become good machine code: compiled for an H200 on a machine without a GPU."""
 
 import dataclasses
+import importlib
 import itertools
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,9 @@ from tests.kernels.sass import Kernels, matrix_shapes, why_no_assembler
 BACKEND = get_backend("mosaic_sm90")
 NUM_LAYERS = 2
 NUM_BLOCKS = 4096
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Of a block of 128 keys, with what zeroes the end of the values.
+MOST_INSTRUCTIONS_OF_MASKS = 250
 
 
 pytestmark = [
@@ -248,6 +253,14 @@ _FAST_FEATURES = {"window_and_cap_of_8_bits", "group_of_16", "group_of_32", "flo
 )
 def test_features_compile(compile_step, config, dtype):
     assert_good(compile_step(config, 64, dtype), MIXED)
+
+
+def test_masks_of_a_prefill_take_few_instructions(compile_step, monkeypatch):
+    code = compile_step(config_of(128), 64).kernels.code["paged_prefill"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    whole, masked = importlib.import_module("counted_sass").matrix_loops(code)
+    # A comparison and a selection for each of a thread's 64 scores.
+    assert masked.issue - whole.issue <= MOST_INSTRUCTIONS_OF_MASKS
 
 
 def test_a_step_of_decodes_has_no_prefill_kernel(compile_step):

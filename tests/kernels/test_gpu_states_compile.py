@@ -361,7 +361,7 @@ def code_of_smallest_loop_with(code, instruction):
     ],
 )
 def test_tiles_by_xla_are_prepared_together(op, operands, state, most, tmp_path):
-    """Several GPUs take XLA's form. Its launches for eight tiles."""
+    """What heads of other sizes take: XLA's form. Its launches for eight tiles."""
     compile_op(lower_op(op.tuned_for(CHIP), operands, state, decode_only=False), tmp_path)
     loops = [x for x in all_launches(read_listing(tmp_path)) if x.kind == "kWhile"]
     inside = [[*all_launches(y for branch in x.branches for y in branch)] for x in loops]

@@ -3,6 +3,7 @@ gathered, copied or scattered."""
 
 import importlib.util
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +28,59 @@ pytestmark = [
 
 SLICES = {"v4": "v4-8", "v5e": "v5e-8", "v6e": "v6e-8", "v7x": "v7x-8"}
 NUM_SLOTS, NUM_SNAPSHOTS, WIDTH = 96, 40, 4
-# Heads of 64 x 128 of a device, and their groups.
+
+
+class Heads(NamedTuple):
+    """Those of a device."""
+
+    heads: int
+    groups: int
+    head_size: int = 64
+    state_size: int = 128
+
+
 MODELS = {
-    "Nemotron 3 Nano over eight": (8, 1),
-    "Granite 4.0 H Tiny": (48, 1),
-    "Nemotron 3 Nano": (64, 8),
+    "Nemotron 3 Nano over eight": Heads(8, 1),
+    "Granite 4.0 H Tiny": Heads(48, 1),
+    "Nemotron 3 Nano": Heads(64, 8),
+}
+# Heads of a group are computed as one, two, three or four pairs at once; of 128 no more than two.
+TILES = {
+    "Granite 4.0 H Small": Heads(128, 1),
+    "Nemotron 3 Super": Heads(128, 8),
+    "Mamba2 2.7B over five": Heads(16, 1),
+    "Falcon-H1 1.5B": Heads(48, 1, 64, 256),
+    "Falcon-H1 34B": Heads(32, 2, 128, 256),
+    "Falcon-H1 7B over four": Heads(6, 1, 128, 256),
+    "two heads": Heads(2, 1),
+    "two heads of 128": Heads(2, 1, 128),
+    "four heads of a group": Heads(12, 3),
+    "six heads of a group": Heads(12, 2, 64, 256),
+    "the largest heads": Heads(128, 4, 128, 256),
 }
 
 
 def compile_mamba(
     device,
+    heads: Heads = MODELS["Nemotron 3 Nano"],
     *,
-    num_heads: int = 64,
-    num_groups: int = 8,
     decode_only: bool = True,
     num_rows: int = 64,
     dtype=jnp.bfloat16,
+    with_tiles: bool = True,
 ) -> jax.stages.Compiled:
     """A layer's copies of snapshots, convolution and state space."""
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
     num_tokens = num_rows if decode_only else 512
     chip = chip_of(device)
-    conv, ssd, copies = (op(chip=chip.name) for op in (TpuConv, TpuSsd, TpuCopies))
-    sizes = num_heads * 64, num_groups * 128, num_groups * 128
+    conv, copies = TpuConv(chip=chip.name), TpuCopies(chip=chip.name)
+    ssd = TpuSsd(chip=chip.name, with_tiles=with_tiles)
+    num_heads, num_groups, *of_head = heads
+    sizes = num_heads * of_head[0], num_groups * of_head[1], num_groups * of_head[1]
     conv.check(sum(sizes))
-    ssd.check(64, 128)
+    ssd.check(*of_head)
+    if with_tiles:
+        ssd.check_tiles(num_groups, num_heads, *of_head)
 
     def array(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -71,7 +100,7 @@ def compile_mamba(
         ends = [sizes[0], sizes[0] + sizes[1]]
         x, b, c = (
             part.reshape(num_tokens, -1, size)
-            for part, size in zip(jnp.split(xbc, ends, axis=1), (64, 128, 128), strict=True)
+            for part, size in zip(jnp.split(xbc, ends, axis=1), [*of_head, of_head[1]], strict=True)
         )
         out, matrices = ssd(x, b, c, step, rate, matrices, rows)
         return out, (inputs, matrices)
@@ -79,7 +108,7 @@ def compile_mamba(
     def states(count):
         bits = jnp.uint16 if dtype == jnp.bfloat16 else dtype
         inputs = array(count, conv.num_inputs(WIDTH), sum(sizes), dtype=bits)
-        return inputs, array(count, num_heads, 64, 128)
+        return inputs, array(count, num_heads, *of_head)
 
     shapes = ((8, 2), (num_rows,), (num_rows + 1,), (num_rows,), (2,))
     integers = (array(*shape, dtype=jnp.int32) for shape in shapes)
@@ -99,6 +128,7 @@ def compile_mamba(
     ("chip", "model", "options"),
     [
         ("v6e", "Nemotron 3 Nano over eight", {}),
+        ("v6e", "Nemotron 3 Nano over eight", {"decode_only": False}),
         *(
             pytest.param(chip, model, options, marks=pytest.mark.sweep)
             for chip in SLICES
@@ -114,11 +144,12 @@ def compile_mamba(
     ids=str,
 )
 def test_no_decode_gathers_or_copies_states(chip, model, options):
-    num_heads, num_groups = MODELS[model]
-    compiled = compile_mamba(
-        topology_devices(SLICES[chip])[0], num_heads=num_heads, num_groups=num_groups, **options
-    )
-    num_channels = num_heads * 64 + 2 * num_groups * 128
+    heads = MODELS[model]
+    num_heads = heads.heads
+    with_tiles = chip != "v4"
+    device = topology_devices(SLICES[chip])[0]
+    compiled = compile_mamba(device, heads, with_tiles=with_tiles, **options)
+    num_channels = num_heads * 64 + 2 * heads.groups * 128
     itemsize = jnp.dtype(options.get("dtype", jnp.bfloat16)).itemsize
     input_bytes, state_bytes = 4 * num_channels * itemsize, 4 * num_heads * 64 * 128
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
@@ -133,3 +164,25 @@ def test_no_decode_gathers_or_copies_states(chip, model, options):
         # XLA's loop has the states of 32 rows beside.
         num_rows = options.get("num_rows", 64)
         assert memory.temp_size_in_bytes < 4 * num_rows * input_bytes + 4 * state_bytes
+    else:
+        assert ("ssd_tiles" in hlo) is with_tiles
+        assert (" while(" in hlo) is not with_tiles
+
+
+@pytest.mark.parametrize(
+    ("chip", "model"),
+    [
+        pytest.param(chip, model, marks=pytest.mark.sweep)
+        for chip in ("v5e", "v6e", "v7x")
+        for model in TILES
+    ],
+)
+def test_tiles_are_computed_by_the_kernel(chip, model):
+    if (chip, model) == ("v7x", "the largest heads"):
+        with pytest.raises(ValueError, match="128 heads take .* bytes of VMEM"):
+            compile_mamba(topology_devices(SLICES[chip])[0], TILES[model], decode_only=False)
+        return
+    compiled = compile_mamba(topology_devices(SLICES[chip])[0], TILES[model], decode_only=False)
+    hlo = compiled.as_text()
+    assert "ssd_tiles" in hlo
+    assert " while(" not in hlo

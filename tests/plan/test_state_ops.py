@@ -11,6 +11,7 @@ from jaxllm_kernels.gated_delta.tpu import TpuDelta
 from jaxllm_kernels.native.library import NoLibrary
 from jaxllm_kernels.platform import CHIPS
 from jaxllm_kernels.ssd.gpu import MosaicSsd
+from jaxllm_kernels.ssd.tpu import TpuSsd
 
 from jaxllm.config import EngineArgs
 from jaxllm.plan.choose_state_ops import choose_state_ops
@@ -77,13 +78,18 @@ def test_sizes_without_a_gpu_kernel_are_said(family, op, size, tmp_path, caplog)
     assert f"{expected} of {size}" in caplog.text
 
 
+@needs_mosaic
 @pytest.mark.parametrize(
     ("family", "op", "sizes"), [("qwen3_5", "delta", DELTA_SIZES), ("mamba2", "ssd", MAMBA2_SIZES)]
 )
-def test_several_gpus_take_the_loops(family, op, sizes, tmp_path, caplog):
-    assert getattr(ops_for(H200, tmp_path, family, num_shards=2, **sizes), op).name == "xla"
-    expected = f"{op} of recurrent layers: XLA's loops, since XLA does not compile its kernel"
-    assert f"{expected} for several devices" in caplog.text
+def test_several_gpus_have_the_kernels_of_one(family, op, sizes, tmp_path, caplog):
+    one, two = (
+        getattr(ops_for(H200, tmp_path / str(num_shards), family, num_shards, **sizes), op)
+        for num_shards in (1, 2)
+    )
+    assert two.name == "mosaic_sm90"
+    assert two == one
+    assert "of recurrent layers" not in caplog.text
 
 
 def test_other_gpus_take_the_loops(tmp_path, caplog):
@@ -127,3 +133,38 @@ def test_tiles_that_do_not_fit_into_the_memory_of_a_core_are_refused():
     delta.check_tiles(64, 64, 128, 128, by_channel=True)
     with pytest.raises(ValueError, match="128 heads take .* bytes of VMEM, and there are"):
         delta.check_tiles(128, 128, 128, 128, by_channel=True)
+
+
+@pytest.mark.parametrize(
+    ("chip", "sizes", "reason"),
+    [
+        ("v6e", {}, None),
+        ("v4", {}, "the kernel takes one core, and v4 has 2"),
+        (
+            "v6e",
+            {"head_dim": 32, "num_heads": 4},
+            "states of 32 x 128 are not 64 or 128 x 128 or 256",
+        ),
+        ("v6e", {"state_size": 384}, "states of 64 x 384 are not 64 or 128 x 128 or 256"),
+        ("v6e", {"num_heads": 3}, "the 3 heads of a group are no pairs"),
+        ("v6e", {"num_heads": 130}, "130 heads are more than 128"),
+    ],
+    ids=str,
+)
+def test_tiles_of_mamba2_that_the_tpu_kernel_does_not_compute_are_left_to_xla(
+    tmp_path, caplog, chip, sizes, reason
+):
+    sizes = MAMBA2_SIZES | {"n_groups": 1} | sizes
+    sizes["hidden_size"] = sizes["num_heads"] * sizes["head_dim"] // 2
+    ops = ops_for(CHIPS[chip], tmp_path, "mamba2", **sizes)
+    assert ops.ssd == TpuSsd(chip=chip, with_tiles=reason is None)
+    if reason is None:
+        assert "of recurrent layers" not in caplog.text
+    else:
+        assert f"prompts of recurrent layers: XLA's loops, since {reason}" in caplog.text
+
+
+def test_devices_check_tiles_of_their_own_heads_of_mamba2(tmp_path, caplog):
+    ops = ops_for(CHIPS["v6e"], tmp_path, "mamba2", num_shards=2, n_groups=1, **MAMBA2_SIZES)
+    assert ops.ssd == TpuSsd(chip="v6e", with_tiles=False)
+    assert "since the 1 heads of a group are no pairs" in caplog.text

@@ -1,9 +1,10 @@
-"""Steps of models with recurrent layers, compiled for an H200 that is not there: states of all
-slots stay where they are, and kernels change those of the rows."""
+"""Steps of models with recurrent layers, compiled for H200s that are not there: states of all slots
+stay where they are, and kernels change those of the rows."""
 
 import importlib.util
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from jaxllm_kernels.topology import topology_devices
 
 from jaxllm.config import EngineArgs
+from jaxllm.layers.gated_delta import GatedDeltaSpec
+from jaxllm.layers.mamba import MambaSpec
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.make_plan import make_plan
 from jaxllm.programs.declare import declare_programs, make_packer
-from jaxllm.programs.hlo import whole_array_copies
+from jaxllm.programs.hlo import collectives, whole_array_copies
 
 pytestmark = [
-    pytest.mark.sweep,
     pytest.mark.gpu_compile,
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None,
@@ -30,8 +32,12 @@ CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
 NUM_ROWS = 64
 # Logits, and what samples, beside the layers. Experts of 2048 tokens need more.
 MAX_TEMP_BYTES = 256 << 20
+# Of a step of 1024 tokens over two devices, of all layers of Qwen3.6-35B-A3B.
+MAX_TEMP_BYTES_OVER_DEVICES = 520 << 20
+MOST_OTHER_COLLECTIVES = 21
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_a_step_of_delta_nets_moves_no_states_of_all_slots(decode_only, tmp_path):
     config = json.loads(CONFIGS.read_text())["Qwen3.6 35B-A3B"]
@@ -45,6 +51,7 @@ def test_a_step_of_delta_nets_moves_no_states_of_all_slots(decode_only, tmp_path
     assert ("delta_rows_mosaic_gpu" in hlo) == (not decode_only)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_a_step_of_mamba2_moves_no_states_of_all_slots(decode_only, tmp_path):
     config = json.loads(CONFIGS.read_text())["Nemotron 3 Nano 30B-A3B"]
@@ -59,16 +66,82 @@ def test_a_step_of_mamba2_moves_no_states_of_all_slots(decode_only, tmp_path):
     assert ("ssd_rows_mosaic_gpu" in hlo) == (not decode_only)
 
 
-def _plan(config: dict[str, Any], folder: Path) -> EnginePlan:
+@dataclass(frozen=True)
+class Model:
+    """A model over several devices, with sizes of all of them."""
+
+    name: str  # in CONFIGS
+    mixer: type  # of its states
+    op: str  # of the mixer
+    num_heads: int
+    head: str  # the matrix of a head's state
+    hidden_size: int
+    sums_of_layer: int  # over devices: of the outputs of a mixer, and of experts
+
+
+DELTA_NETS = Model("Qwen3.6 35B-A3B", GatedDeltaSpec, "delta", 32, "128,128", 2048, 2)
+MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers", "num_devices", "decode_only"),
+    [
+        (DELTA_NETS, 1, 2, False),
+        (MAMBA2, 2, 2, False),
+        *(
+            pytest.param(model, num_layers, num_devices, decode_only, marks=pytest.mark.sweep)
+            for model, num_layers in ((DELTA_NETS, 40), (MAMBA2, 52))
+            for num_devices in (2, 8)
+            for decode_only in (True, False)
+        ),
+    ],
+    ids=lambda value: value.op if isinstance(value, Model) else value,
+)
+def test_a_step_over_devices(model, num_layers, num_devices, decode_only, tmp_path):
+    """Each device has the kernels for its heads. Devices exchange what they would without states:
+    rows, and no states."""
+    config = json.loads(CONFIGS.read_text())[model.name]
+    plan = _plan(_with_layers(config, num_layers), tmp_path, num_devices)
+    assert getattr(plan.state_ops, model.op).name == "mosaic_sm90"
+    states = f"f32[{NUM_ROWS},{model.num_heads // num_devices},{model.head}]"
+    hlo = _assert_states_stay(plan, states, decode_only, MAX_TEMP_BYTES_OVER_DEVICES)
+    mixers = [mixer for layer in plan.architecture.layers for mixer in layer.mixers]
+    num_mixers = sum(isinstance(mixer, model.mixer) for mixer in mixers)
+    for kernel, count in (("decode", num_mixers), ("rows", 0 if decode_only else num_mixers)):
+        assert len(re.findall(rf"custom-call\(.*/{model.op}_{kernel}/", hlo)) == count, kernel
+    num_tokens = NUM_ROWS if decode_only else plan.max_num_batched_tokens
+    row_bytes = num_tokens * model.hidden_size * 2
+    exchanged = collectives(hlo)
+    # Of the embedding, and of the layers; experts with a shared one are added up in float32.
+    sums = [x for x in exchanged if x.num_bytes in (row_bytes, 2 * row_bytes)]
+    assert [x.opcode for x in sums] == ["all-reduce"] * (1 + model.sums_of_layer * num_layers)
+    # Beside these, logits and what samples. They do not grow with the layers.
+    assert len(exchanged) - len(sums) <= MOST_OTHER_COLLECTIVES
+
+
+def _with_layers(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The first layers of a model."""
+    if "text_config" in config:
+        decoder = config["text_config"]
+        of_layers = {"layer_types": decoder["layer_types"][:num_layers]}
+        return config | {"text_config": decoder | of_layers | {"num_hidden_layers": num_layers}}
+    pattern = config["hybrid_override_pattern"][:num_layers]
+    return config | {"num_hidden_layers": num_layers, "hybrid_override_pattern": pattern}
+
+
+def _plan(config: dict[str, Any], folder: Path, num_devices: int = 1) -> EnginePlan:
     (folder / "config.json").write_text(json.dumps(config))
     args = EngineArgs(
         model=str(folder),
         max_num_seqs=NUM_ROWS,
-        max_num_batched_tokens=2048,
+        # Over devices other than 2048, which is a size of their weights.
+        max_num_batched_tokens=2048 if num_devices == 1 else 1024,
         max_model_len=4096,
         num_gpu_blocks_override=1024,
+        tensor_parallel_size=num_devices,
+        enable_expert_parallel=num_devices > 1,
     )
-    return make_plan(args, topology_devices("h200"))
+    return make_plan(args, topology_devices("h200" if num_devices == 1 else f"h200-{num_devices}"))
 
 
 def _assert_states_stay(

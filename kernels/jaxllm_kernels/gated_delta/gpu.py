@@ -20,8 +20,7 @@ from jaxllm_kernels.recurrent.rows import StateRows
 class MosaicDelta:
     """`api.DeltaOp` on Hopper GPUs.
 
-    It is for one device. Over two, the compiler of JAX 0.11.2 crashes on the kernel for the delta
-    rule, within a shard_map.
+    XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
     """
 
     name: str = "mosaic_sm90"

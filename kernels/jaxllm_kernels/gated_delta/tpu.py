@@ -11,9 +11,9 @@ from jaxllm_kernels.recurrent.rows import StateRows
 from jaxllm_kernels.recurrent.tpu_blocks import (
     LANES,
     check_blocks,
+    check_tiles,
     chip_named,
     interpreter,
-    vmem_of_tiles,
 )
 
 # Heads of one key are computed side by side. What is computed of more may not fit into VMEM.
@@ -51,9 +51,6 @@ class TpuDelta:
         by_channel: bool,
     ) -> None:
         """Raise ValueError if the kernel does not compute tiles of such heads, as on one device."""
-        chip = self._chip
-        if chip.num_cores > 1:
-            raise ValueError(f"the kernel takes one core, and {chip.name} has {chip.num_cores}")
         if (key_size, value_size) != (LANES, LANES):
             # A token's numbers of a head fill one register's lanes: wider rows cannot be loaded
             # with a stride.
@@ -65,13 +62,8 @@ class TpuDelta:
             )
         operands = [(num_key_heads, key_size)] * 2 + [(num_heads, value_size), (1, LANES)]
         operands += [(num_heads, key_size)] if by_channel else []
-        needed = vmem_of_tiles(operands, (num_heads, key_size, value_size))
-        # The other half is for what is computed.
-        if needed > chip.vmem_bytes // 2:
-            raise ValueError(
-                f"{num_heads} heads take {needed} bytes of VMEM, and there are "
-                f"{chip.vmem_bytes // 2} for them"
-            )
+        out, state = (num_heads, value_size), (num_heads, key_size, value_size)
+        check_tiles(self._chip, operands, out, state)
 
     def __call__(
         self,

@@ -19,7 +19,14 @@ from jaxllm_kernels.recurrent.tpu_blocks import LANES, SUBLANES
 from jaxllm_kernels.recurrent.tpu_tiles import (
     Ref,
     Window,
+    column_of_head,
+    cumulate,
     heads_beside,
+    numbers_of_heads,
+    ones_below,
+    places,
+    product,
+    rows_of_head,
     run_tiles,
 )
 
@@ -43,8 +50,11 @@ def run_delta_tiles(
     q, k, v, log_decay, beta = operands
     num_heads, num_key_heads = v.shape[1], q.shape[1]
     by_channel = log_decay.ndim == 3
-    numbers = _numbers(beta, beta if by_channel else log_decay)
-    arrays = [heads_beside(x) for x in (q, k, v, numbers, *([log_decay] if by_channel else []))]
+    arrays = [heads_beside(x) for x in (q, k, v)]
+    # The first row has betas, all others decays.
+    arrays.append(numbers_of_heads(beta, beta if by_channel else log_decay))
+    if by_channel:
+        arrays.append(heads_beside(log_decay))
     together = num_heads // num_key_heads
     key_heads = max(
         n
@@ -79,16 +89,6 @@ def run_delta_tiles(
     )
 
 
-def _numbers(beta: jax.Array, log_decay: jax.Array) -> jax.Array:
-    """Numbers of all heads of a token in lanes, which fill its registers: [T, SUBLANES, LANES].
-    The first row has betas, all others decays."""
-    beta, log_decay = (
-        jnp.pad(x, ((0, 0), (0, LANES - x.shape[1])))[:, None] for x in (beta, log_decay)
-    )
-    shape = len(beta), SUBLANES, LANES
-    return jnp.where(lax.broadcasted_iota(jnp.int32, shape, 1) == 0, beta, log_decay)
-
-
 def _compute(
     window: Window,
     operands: Sequence[Ref],
@@ -105,35 +105,32 @@ def _compute(
     together = num_heads // num_key_heads
     by_token, by_head = scratch
 
-    def load(x: Ref, head: Any) -> jax.Array:
-        return window.keep(x[pl.ds(head, TILE, stride=len(x) // TILE), :])
-
-    betas = load(numbers, 0)
+    betas = window.load(numbers, 0)
     if not by_channel:
-        summed = _product(_below(0), load(numbers, 1))
+        summed = cumulate(window.load(numbers, 1))
         by_token[...], by_head[...] = summed, summed.T
 
     def run_heads(i: jax.Array, _: None) -> None:
         heads = []
         for key_head in (i * key_heads + own for own in range(key_heads)):
-            key, query = load(k, key_head), load(q, key_head)
+            key, query = window.load(k, key_head), window.load(q, key_head)
             products = None
             if not by_channel:
-                products = _product(jnp.concatenate([key, query]), key, turned=True)
+                products = product(jnp.concatenate([key, query]), key, turned=True)
             for head in (key_head * together + j for j in range(together)):
                 if products is None:
-                    summed = _product(_below(0), load(decays[0], head))
+                    summed = cumulate(window.load(decays[0], head))
                     scores = _decayed_products(key, query, summed)
                 else:
-                    summed = _column(by_token[...], head)
+                    summed = column_of_head(by_token[...], head)
                     between = jnp.exp(jnp.minimum(summed - by_head[pl.ds(head, 1), :], 0))
                     scores = products[:TILE] * between, products[TILE:] * between
-                beta, value = _column(betas, head), load(v, head)
+                beta, value = column_of_head(betas, head), window.load(v, head)
                 heads.append(_Head(key, query, value, beta, summed, *scores, states[head]))
         for j, (state, outputs) in enumerate(_compute_heads(heads)):
             head = i * (key_heads * together) + j
             states[head] = state
-            out[pl.ds(head, TILE, stride=len(out) // TILE), :] = outputs
+            out[rows_of_head(out, head), :] = outputs
 
     lax.fori_loop(0, num_key_heads // key_heads, run_heads, None)
 
@@ -156,20 +153,20 @@ def _compute_heads(heads: Sequence[_Head]) -> list[tuple[jax.Array, jax.Array]]:
     """The states after a tile, and outputs. Each step is written for all heads before the next."""
     since_start = [jnp.exp(x.summed) for x in heads]
     seen = [
-        _product(jnp.concatenate([since * x.key, since * x.query]), x.state)
+        product(jnp.concatenate([since * x.key, since * x.query]), x.state)
         for x, since in zip(heads, since_start, strict=True)
     ]
-    inverses = _invert([x.beta * (x.keys * _below(1)) for x in heads])
+    inverses = _invert([x.beta * (x.keys * ones_below(1)) for x in heads])
     changes = [
-        _product(inverse, x.beta * (x.value - held[:TILE]))
+        product(inverse, x.beta * (x.value - held[:TILE]))
         for x, inverse, held in zip(heads, inverses, seen, strict=True)
     ]
     outputs = [
-        held[TILE:] + _product(x.queries * _below(0), change)
+        held[TILE:] + product(x.queries * ones_below(0), change)
         for x, held, change in zip(heads, seen, changes, strict=True)
     ]
     kept = [(jnp.exp(x.summed[TILE - 1 :] - x.summed) * x.key).T for x in heads]
-    added = [_product(x, change) for x, change in zip(kept, changes, strict=True)]
+    added = [product(x, change) for x, change in zip(kept, changes, strict=True)]
     return [
         (_across(since[TILE - 1 :]) * x.state + more, y)
         for x, since, more, y in zip(heads, since_start, added, outputs, strict=True)
@@ -183,21 +180,10 @@ def _across(decay: jax.Array) -> jax.Array:
     return jnp.broadcast_to(decay, (SUBLANES, decay.shape[1])).T[:, :1]
 
 
-def _places() -> tuple[jax.Array, jax.Array]:
-    row, column = (lax.broadcasted_iota(jnp.int32, (TILE, TILE), axis) for axis in range(2))
-    return row, column
-
-
-def _below(first: int) -> jax.Array:
-    """Ones on the diagonal that is so many places below the main one, and below it."""
-    row, column = _places()
-    return (row - column >= first).astype(jnp.float32)
-
-
 def _invert(lower: Sequence[jax.Array]) -> list[jax.Array]:
     """The inverses of 1 + lower: blocks on the diagonal by substitution, then by blocks that double
     (`xla._invert`)."""
-    row, column = _places()
+    row, column = places()
     in_block = (row & -_BLOCK) == (column & -_BLOCK)
     inverses = [(row == column).astype(jnp.float32) for _ in lower]
     for j in range(_BLOCK - 1):
@@ -210,10 +196,10 @@ def _invert(lower: Sequence[jax.Array]) -> list[jax.Array]:
     while size < TILE:
         below = ((row & -2 * size) == (column & -2 * size)) & ((row & size) > (column & size))
         between = [
-            _product(inverse, jnp.where(below, x, 0.0))
+            product(inverse, jnp.where(below, x, 0.0))
             for inverse, x in zip(inverses, lower, strict=True)
         ]
-        between = [_product(x, inverse) for x, inverse in zip(between, inverses, strict=True)]
+        between = [product(x, inverse) for x, inverse in zip(between, inverses, strict=True)]
         inverses = [x - y for x, y in zip(inverses, between, strict=True)]
         size *= 2
     return inverses
@@ -229,7 +215,7 @@ def _decayed_products(
     key: jax.Array, query: jax.Array, summed: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What `xla._decayed_products` computes, of keys and of queries with keys."""
-    row, column = _places()
+    row, column = places()
     within = [jnp.zeros((TILE, TILE), jnp.float32) for _ in range(2)]
     same_block = (row & -_BLOCK) == (column & -_BLOCK)
     for j in range(_BLOCK):
@@ -247,21 +233,8 @@ def _decayed_products(
         down = jnp.exp(summed[own] - origin)
         other = jnp.where(tokens < first, key * jnp.exp(jnp.minimum(origin - summed, 0)), 0.0)
         both = jnp.concatenate([key[own] * down, query[own] * down], axis=0)
-        both = _product(both, other, turned=True)
+        both = product(both, other, turned=True)
         before[0].append(both[:_BLOCK])
         before[1].append(both[_BLOCK:])
     keys, queries = (x + jnp.concatenate(y, axis=0) for x, y in zip(within, before, strict=True))
     return keys, queries
-
-
-def _column(x: jax.Array, head: jax.Array) -> jax.Array:
-    """The numbers of a head, [TILE, 1] of [TILE, heads]."""
-    heads = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.where(heads == head, x, 0.0).sum(axis=1, keepdims=True)
-
-
-def _product(a: jax.Array, b: jax.Array, *, turned: bool = False) -> jax.Array:
-    axes = ((1,), (1 if turned else 0,)), ((), ())
-    return lax.dot_general(
-        a, b, axes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )

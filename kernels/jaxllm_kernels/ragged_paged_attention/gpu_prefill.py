@@ -43,10 +43,10 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_softmax import (
     UNSEEN,
+    UNSEEN_PRODUCT,
     HeadScalars,
     of_head,
     score_factor,
-    to_scores,
     to_unscaled_scores,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
@@ -207,15 +207,15 @@ def prefill(
 
                 def attend_block(j, softmax, *, is_masked, has_end):
                     def to_block_scores(products):
+                        scores, left = to_unscaled_scores(products, factor, config)
                         if not is_masked:
-                            return to_unscaled_scores(products, factor, config)
-                        scores = to_scores(products, factor, config)
+                            return scores, left
                         last_seen = None
                         if sees_ahead:
                             # Loaded for each block: kept, they would take registers from the loops.
                             last_seen = load_last_seen(first_token) - span.start - j * block_tokens
                         seen = is_seen(first_query - span.start - j * block_tokens, last_seen)
-                        return jnp.where(seen, scores, UNSEEN), 1.0
+                        return jnp.where(seen, scores, UNSEEN_PRODUCT), left
 
                     def zero_end():
                         num_tokens = span.end - span.start - j * block_tokens

@@ -15,6 +15,15 @@ LOG2_E = math.log2(math.e)
 # multiplies them.
 UNSEEN = -1e30
 
+# In place of the product of a query and a key that is not seen, where products still have a factor.
+# It is a power of two, so that multiplying it is exact, also where a multiplication and a
+# subtraction are one instruction. Otherwise a query that sees nothing of a block would have what
+# the largest score lost by rounding: 1e22.
+UNSEEN_PRODUCT = -(2.0**100)
+# The least factor for which such products are scores that are never seen. Keys whose scale is below
+# it, such as zero, have scores of zero with it, too.
+LEAST_FACTOR = 2.0**-80
+
 
 class HeadScalars(NamedTuple):
     """Numbers of a layer's heads that are not the same in all of them; None if they are. XLA would
@@ -38,7 +47,8 @@ def head_scalars(sinks: jax.Array | None, kv_scales: KVScales | None) -> HeadSca
 def score_factor(scales, head, config: AttentionConfig):
     """The factor of the products of queries and keys of a kv head: see `to_scores`."""
     factor = config.scale * LOG2_E if config.soft_cap is None else config.scale / config.soft_cap
-    return jnp.float32(factor) * of_head(scales, head, 1.0)
+    factor = jnp.float32(factor) * of_head(scales, head, 1.0)
+    return factor if scales is None or config.scale <= 0 else jnp.maximum(factor, LEAST_FACTOR)
 
 
 def of_head(scalars, head, otherwise: float):

@@ -33,7 +33,7 @@ from jaxllm_kernels.ragged_paged_attention.gpu_blocks import (
     Span,
     operand_transforms,
 )
-from jaxllm_kernels.ragged_paged_attention.gpu_softmax import LOG2_E, UNSEEN
+from jaxllm_kernels.ragged_paged_attention.gpu_softmax import LOG2_E, UNSEEN, UNSEEN_PRODUCT
 from jaxllm_kernels.ragged_paged_attention.gpu_tuning import GROUP_TOKENS, NUM_GROUPS
 from jaxllm_kernels.ragged_paged_attention.gpu_turns import (
     PER_KEY,
@@ -49,11 +49,6 @@ from jaxllm_kernels.ragged_paged_attention.gpu_turns import (
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import item_of_worker
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.gpu_tiles import ALIGNMENT, Sizes, Tiles
-
-# The product of a key that is not seen. It is a power of two, so that multiplying it is exact, also
-# where a multiplication and a subtraction are one instruction. Otherwise a query that sees nothing
-# of a block would have what the largest score lost by rounding: 1e22.
-_UNSEEN = -(2.0**100)
 
 
 class _Item(NamedTuple):
@@ -222,7 +217,7 @@ def run(
                             key = over_rows(iota(block_tokens, PER_KEY), GROUP_TOKENS)
                             place = key - over_columns(first - j * block_tokens, block_tokens)
                             seen = place.astype(jnp.uint32) < over_columns(num_seen, block_tokens)
-                            scores = jnp.where(seen, scores, _UNSEEN)
+                            scores = jnp.where(seen, scores, UNSEEN_PRODUCT)
                         return scores, left
 
                     return turns.attend_block(softmax, queries.at[slot, group], used + j, to_scores)

@@ -103,7 +103,10 @@ def scan_rows(
     else:
         y, state = decodes(of_tokens, state, rows)
         is_decode = jnp.arange(len(y)) < rows.num_decodes
-        carried = state, out.at[: len(y)].set(jnp.where(_beside(is_decode, y), y, 0))
+        # Not by `at[:n].set`. Of a whole array it is a scatter with an array of no indices, and the
+        # compiler of JAX 0.11.2 crashes on an array without elements in a shard_map.
+        y = jnp.where(_beside(is_decode, y), y, 0)
+        carried = state, lax.dynamic_update_slice_in_dim(out, y, 0, axis=0)
     if rows.tiles is not None and tiles is not None:
         state, out = carried
         carried = tiles(of_tokens, out, state, rows)

@@ -62,16 +62,33 @@ def check_blocks(chip: Chip, heads_together: int, sizes: tuple[int, int]) -> Non
         raise ValueError(f"{_BLOCKS_HELD} blocks of {heads_together} heads do not fit into VMEM")
 
 
-def vmem_of_tiles(operands: Sequence[Sequence[int]], state: Sequence[int]) -> int:
-    """The bytes that tiles hold: operands of heads and sizes, outputs, and states [N, K, V]."""
-    num_heads, _, value_size = state
+def check_tiles(
+    chip: Chip, operands: Sequence[Sequence[int]], out: Sequence[int], state: Sequence[int]
+) -> None:
+    """Raise ValueError unless a kernel for tiles can hold these (`vmem_of_tiles`) on a chip."""
+    if chip.num_cores > 1:
+        raise ValueError(f"the kernel takes one core, and {chip.name} has {chip.num_cores}")
+    needed = vmem_of_tiles(operands, out, state)
+    # The other half is for what is computed.
+    if needed > chip.vmem_bytes // 2:
+        raise ValueError(
+            f"{state[0]} heads take {needed} bytes of VMEM, and there are "
+            f"{chip.vmem_bytes // 2} for them"
+        )
+
+
+def vmem_of_tiles(
+    operands: Sequence[Sequence[int]], out: Sequence[int], state: Sequence[int]
+) -> int:
+    """The bytes that tiles hold: operands and outputs, of which a token has heads and sizes, and
+    the state of a row."""
 
     def of_window(num_heads: int, size: int) -> int:
         return 4 * TILE * size * -(-num_heads // SUBLANES) * SUBLANES
 
     # Windows of the next tile are loaded while a tile is computed.
     loaded = 2 * sum(of_window(*operand) for operand in operands)
-    return loaded + of_window(num_heads, value_size) + 4 * math.prod(state)
+    return loaded + of_window(*out) + 4 * math.prod(state)
 
 
 def heads_of_block(

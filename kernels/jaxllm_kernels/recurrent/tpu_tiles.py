@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm_kernels.recurrent.rows import TILE, StateRows
-from jaxllm_kernels.recurrent.tpu_blocks import SUBLANES, vmem_of_tiles
+from jaxllm_kernels.recurrent.tpu_blocks import LANES, SUBLANES, vmem_of_tiles
 
 # A reference to a kernel's operand.
 Ref = Any
@@ -42,6 +42,15 @@ class Window(NamedTuple):
         tokens = lax.broadcasted_iota(jnp.int32, x.shape, 0)
         return jnp.where((tokens >= self.first) & (tokens < self.end), x, 0.0)
 
+    def load(self, operand: Ref, head: Any) -> jax.Array:
+        """A head's numbers [TILE, numbers] of an operand [TILE * heads, numbers]."""
+        return self.keep(operand[rows_of_head(operand, head), :])
+
+
+def rows_of_head(x: Ref, head: Any) -> Any:
+    """Where an operand, or outputs, [TILE * heads, numbers] have those of a head."""
+    return pl.ds(head, TILE, stride=len(x) // TILE)
+
 
 class _Tiles(NamedTuple):
     """What the kernel knows of its tiles, in scalar memory."""
@@ -62,6 +71,70 @@ def heads_beside(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, missing[0]), (0, missing[1]), (0, 0))) if any(missing) else x
 
 
+def numbers_of_heads(first: jax.Array, other: jax.Array) -> jax.Array:
+    """Two numbers of each head and token, [T, up to LANES], as an operand. The first row of a token
+    has the first numbers of all heads beside each other, every further row the other ones: so a
+    token fills registers."""
+    first, other = (jnp.pad(x, ((0, 0), (0, LANES - x.shape[1])))[:, None] for x in (first, other))
+    shape = len(first), SUBLANES, LANES
+    rows = lax.broadcasted_iota(jnp.int32, shape, 1)
+    return heads_beside(jnp.where(rows == 0, first, other))
+
+
+def column_of_head(x: jax.Array, head: Any) -> jax.Array:
+    """The numbers of a head, [TILE, 1] of [TILE, heads]."""
+    heads = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where(heads == head, x, 0.0).sum(axis=1, keepdims=True)
+
+
+def cumulate(x: jax.Array) -> jax.Array:
+    """The sums of each token and all tokens before it, of [TILE, numbers]."""
+    return product(ones_below(0), x)
+
+
+def ones_below(first: int) -> jax.Array:
+    """[TILE, TILE] with ones on the diagonal that is so many places below the main one, and below
+    it."""
+    row, column = places()
+    return (row - column >= first).astype(jnp.float32)
+
+
+def places() -> tuple[jax.Array, jax.Array]:
+    """The row and the column of each place of [TILE, TILE]."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (TILE, TILE), axis) for axis in range(2))
+    return row, column
+
+
+def product(a: jax.Array, b: jax.Array, *, turned: bool = False) -> jax.Array:
+    """a @ b, or a @ b.T, as precise as float32. Matrix units take bfloat16: a product of float32 is
+    six of theirs, three if the other operand is bfloat16, and one if both are."""
+    axes = ((1,), (1 if turned else 0,)), ((), ())
+    if a.dtype == b.dtype == jnp.float32:
+        return lax.dot_general(
+            a, b, axes, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        )
+    parts = [
+        lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
+        for x in _in_bfloat16(a)
+        for y in _in_bfloat16(b)
+    ]
+    return functools.reduce(jnp.add, reversed(parts))
+
+
+def _in_bfloat16(x: jax.Array) -> list[jax.Array]:
+    """What adds up to x, the largest part first."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(2):
+        # Compilers may leave out a conversion there and back, but not this.
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-1 << 16)
+        high = lax.bitcast_convert_type(bits, jnp.float32)
+        parts.append(high.astype(jnp.bfloat16))
+        x = x - high
+    return [*parts, x.astype(jnp.bfloat16)]
+
+
 def run_tiles(
     compute: Callable[..., None],
     operands: Sequence[jax.Array],
@@ -78,15 +151,15 @@ def run_tiles(
 
     Args:
       compute: gets the window, references to the operands [TILE * heads, numbers], to the outputs
-        [TILE * heads, V], to the row's state [N, K, V], and to the scratch.
+        [TILE * heads, numbers], to the row's state, and to the scratch.
       operands: as `heads_beside` makes them.
-      out: float32 [T, N, V], which has zeros or the outputs of other rows.
+      out: float32 [T, heads, numbers], which has zeros or the outputs of other rows.
     """
-    num_tokens, num_heads, value_size = out.shape
+    num_tokens, num_heads, size = out.shape
     padded_out = heads_beside(out)
     tiles = _tiles_of(rows, len(padded_out), len(state))
     num_out_heads = padded_out.shape[1]
-    flat_out = padded_out.reshape(-1, value_size)
+    flat_out = padded_out.reshape(-1, size)
     flat = [x.reshape(-1, x.shape[2]) for x in operands]
     windows = [
         pl.BlockSpec(
@@ -101,7 +174,7 @@ def run_tiles(
         # Otherwise XLA moves the states of all slots into VMEM and back, where these are small.
         state = pltpu.with_memory_space_constraint(state, pltpu.HBM)
         after = pltpu.HBM(state.shape, state.dtype)
-    needed = vmem_of_tiles([x.shape[1:] for x in operands], state.shape[1:])
+    needed = vmem_of_tiles([x.shape[1:] for x in operands], out.shape[1:], state.shape[1:])
     num_scalars, num_operands = len(tiles), len(operands)
     out, state = pl.pallas_call(
         functools.partial(_run_tile, compute, num_operands=num_operands),
@@ -112,7 +185,7 @@ def run_tiles(
             out_specs=[whole, whole],
             scratch_shapes=[
                 pltpu.VMEM(state.shape[1:], jnp.float32),
-                pltpu.VMEM((TILE * num_out_heads, value_size), jnp.float32),
+                pltpu.VMEM((TILE * num_out_heads, size), jnp.float32),
                 pltpu.SemaphoreType.DMA((2,)),
                 *scratch,
             ],

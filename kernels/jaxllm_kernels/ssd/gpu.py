@@ -20,8 +20,7 @@ from jaxllm_kernels.recurrent.rows import StateRows
 class MosaicSsd:
     """`api.SsdOp` on Hopper GPUs.
 
-    It is for one device. Over two, the compiler of JAX 0.11.2 crashes on the kernel for decodes,
-    within a shard_map.
+    XLA cannot partition a Pallas call: with several devices, call it within a shard_map.
     """
 
     name: str = "mosaic_sm90"

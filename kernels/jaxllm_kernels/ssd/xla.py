@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, scan_rows
+from jaxllm_kernels.recurrent.scan import AtOnce, Chunk, Decodes, Tiles, scan_rows
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,36 @@ class XlaSsd:
         rows: StateRows,
         *,
         decodes: Decodes | None = None,
+        tiles: Tiles | None = None,
+        out_shape: tuple[int, ...] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`decodes` computes them in place of XLA."""
-        return scan_rows(
-            _step,
+        """`decodes` and `tiles` compute these in place of XLA. `out_shape` is what `tiles` has
+        beside tokens in place of [N, P]."""
+        of_token = x.shape[1:] if out_shape is None else out_shape
+
+        def run_step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
+            state, y = _step(state, operands)
+            return state, y.reshape(of_token)
+
+        def run_decodes(
+            operands: Any, state: jax.Array, rows: StateRows
+        ) -> tuple[jax.Array, jax.Array]:
+            assert decodes is not None
+            y, state = decodes(operands, state, rows)
+            return y.reshape(len(y), *of_token), state
+
+        out, state = scan_rows(
+            run_step,
             CHUNK,
             (x, b, c, step, step * rate),
             state,
             rows,
-            out_shape=x.shape[1:],
+            out_shape=of_token,
             at_once=self.at_once,
-            decodes=decodes,
+            decodes=run_decodes if decodes is not None else None,
+            tiles=tiles,
         )
+        return out.reshape(x.shape), state
 
 
 def _step(state: jax.Array, operands: Any) -> tuple[jax.Array, jax.Array]:
