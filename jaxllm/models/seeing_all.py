@@ -43,7 +43,7 @@ def _to_both_sides(mixer: MixerSpec) -> SelfAttentionSpec:
     norm = None if plain is None else plain.qk_norm
     if plain is None or plain != mixer or (norm and norm != type(norm)(norm=norm.norm)):
         raise UnsupportedModelError(
-            f"{_CAUSAL}=False or {_BOTH_SIDES}: the model's attention is not supported where tokens "
+            f"{_CAUSAL}=False or {_BOTH_SIDES}: this attention is not supported where tokens "
             "see those behind them; heads with norms, rotations and windows are"
         )
     return SelfAttentionSpec(
