@@ -259,6 +259,17 @@ def test_prompts_admitted_together_do_not_preempt_each_other(make_engine, make_r
     assert engine.stats.num_preemptions == 0
 
 
+def test_a_prompt_leaves_a_block_for_each_running_request(make_engine, make_request):
+    engine = make_engine(depth=0, num_blocks=16, block_size=4, max_num_batched_tokens=64)
+    running = engine.add(make_request("a", 31, max_tokens=6))
+    engine.step()
+    engine.add(make_request("all that is left", 32, max_tokens=1))
+    while running.finish_reason is None:
+        assert engine.step().slots.tolist() == [0]
+    engine.drain()
+    assert engine.stats.num_preemptions == 0
+
+
 def test_equal_prompts_share_blocks(make_engine, make_request):
     engine = make_engine(block_size=4)
     prompt = list(range(18))

@@ -205,6 +205,25 @@ def test_drafts_get_what_chunks_leave(make_engine, make_request):
     assert max(beside_a_chunk) == budget
 
 
+def test_drafts_leave_a_token_for_each_row_behind_them(make_engine, make_request):
+    engine = make_engine(
+        depth=0,
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+        speculation=speculation(3),
+        is_right=always,
+    )
+    engine.device.rng = type("Always", (), {"random": lambda self: 0.0})()
+    for number in range(3):
+        engine.add(make_request(f"{number}", 1, 12))
+    drafting = []
+    while len(engine.received) == 3:
+        schedule = engine.step()
+        if schedule.num_drafts is not None:
+            drafting.append(schedule.num_tokens.tolist())
+    assert drafting and all(len(numbers) == 3 for numbers in drafting)
+
+
 def test_few_proposals_are_not_worth_a_step(make_engine, make_request):
     """One request of four has proposals: a step with drafts would take longer for the others."""
     engine = make_engine(depth=0, max_num_seqs=4, speculation=speculation(up_to=4), num_blocks=64)
