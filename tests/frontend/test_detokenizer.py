@@ -96,10 +96,11 @@ def test_unfinished_character_is_withheld_until_it_is_whole(byte_level):
     assert [stream.append([token]) for token in ids] == ["", "", "", "😃"]
 
 
-def test_character_that_the_prompt_left_unfinished_is_finished(byte_level):
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_character_that_the_prompt_left_unfinished_is_finished(byte_level, num_bytes):
     ids = [byte_level.hf.convert_tokens_to_ids(char) for char in "ðŁĺĥ"]
-    stream = byte_level.detokenizer.stream(prompt_token_ids=ids[:2])
-    assert stream.append(ids[2:]) == "😃"
+    stream = byte_level.detokenizer.stream(prompt_token_ids=ids[:num_bytes])
+    assert stream.append(ids[num_bytes:]) == "😃"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "python_bytes"])
