@@ -24,9 +24,10 @@ RECORD = Path(__file__).with_name("tpu_bundles.json")
 KERNELS = tuple(f"ragged_paged_attention_{kind}" for kind in ("decode", "short", "prefill"))
 LATENTS = tuple(f"latent_attention_{kind}" for kind in ("decode", "short", "prefill"))
 KERNELS += (*LATENTS, "experts_few", "experts_many", "delta_decode", "delta_tiles", "ssd_decode")
-KERNELS += ("self_attention",)
+KERNELS += ("ssd_tiles", "self_attention")
 # Those whose longest code is that of a block of what they read.
-WITH_BLOCKS = (*LATENTS, "delta_decode", "delta_tiles", "ssd_decode", "self_attention")
+WITH_BLOCKS = (*LATENTS, "delta_decode", "delta_tiles", "ssd_decode", "ssd_tiles")
+WITH_BLOCKS += ("self_attention",)
 CHIPS = ("v5e", "v6e", "v7x")
 
 # The flags are read once per process, so every chip has one.
@@ -54,7 +55,7 @@ model = experts.MODELS["Qwen3-30B-A3B, whole experts on 8 devices"]
 for num_tokens in (64, 2048):
     experts.compile_experts(model, num_tokens, devices[0])
 load("test_tpu_delta_compile").compile_delta(devices[0], decode_only=False)
-load("test_tpu_ssd_compile").compile_mamba(devices[0])
+load("test_tpu_ssd_compile").compile_mamba(devices[0], decode_only=False)
 attention = load("test_tpu_self_attention_compile")
 attention.compile_layer(devices[0], attention.MODELS["MiniLM"], alone=True)
 """

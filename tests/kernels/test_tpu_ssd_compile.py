@@ -170,19 +170,20 @@ def test_no_decode_gathers_or_copies_states(chip, model, options):
 
 
 @pytest.mark.parametrize(
-    ("chip", "model"),
+    ("chip", "model", "options"),
     [
-        pytest.param(chip, model, marks=pytest.mark.sweep)
+        pytest.param(chip, model, options, marks=pytest.mark.sweep)
         for chip in ("v5e", "v6e", "v7x")
-        for model in TILES
+        for model, options in (
+            *((model, {}) for model in TILES),
+            ("Granite 4.0 H Small", {"dtype": jnp.float32}),
+            ("Falcon-H1 34B", {"dtype": jnp.float32}),
+        )
     ],
+    ids=str,
 )
-def test_tiles_are_computed_by_the_kernel(chip, model):
-    if (chip, model) == ("v7x", "the largest heads"):
-        with pytest.raises(ValueError, match="128 heads take .* bytes of VMEM"):
-            compile_mamba(topology_devices(SLICES[chip])[0], TILES[model], decode_only=False)
-        return
-    compiled = compile_mamba(topology_devices(SLICES[chip])[0], TILES[model], decode_only=False)
-    hlo = compiled.as_text()
+def test_tiles_are_computed_by_the_kernel(chip, model, options):
+    device = topology_devices(SLICES[chip])[0]
+    hlo = compile_mamba(device, TILES[model], decode_only=False, **options).as_text()
     assert "ssd_tiles" in hlo
     assert " while(" not in hlo

@@ -168,3 +168,10 @@ def test_devices_check_tiles_of_their_own_heads_of_mamba2(tmp_path, caplog):
     ops = ops_for(CHIPS["v6e"], tmp_path, "mamba2", num_shards=2, n_groups=1, **MAMBA2_SIZES)
     assert ops.ssd == TpuSsd(chip="v6e", with_tiles=False)
     assert "since the 1 heads of a group are no pairs" in caplog.text
+
+
+def test_tiles_of_mamba2_that_do_not_fit_into_the_memory_of_a_core_are_refused():
+    ssd = TpuSsd(chip="v7x")
+    ssd.check_tiles(4, 128, 128, 256)
+    with pytest.raises(ValueError, match="128 heads take .* bytes of VMEM, and there are"):
+        ssd.check_tiles(16, 128, 128, 256)
