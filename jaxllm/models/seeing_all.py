@@ -20,6 +20,13 @@ _CONVERTED = ("window", "qk_norm")
 def without_both_sides(config: HFConfig) -> tuple[HFConfig, bool]:
     """The config as that of a decoder, and whether it says that tokens see both sides."""
     sees_all = config.get(_BOTH_SIDES) is True or config.get(_CAUSAL) is False
+    # Gemma's windows are halved; those of others reach as far to each side.
+    if config.get(_CAUSAL) is False and config.get("sliding_window") is not None:
+        if config.get("use_sliding_window", True) is not False:
+            raise UnsupportedModelError(
+                f"{_CAUSAL}=False with sliding_window={config.get('sliding_window')} is not "
+                "supported; without a window it is"
+            )
     of_decoders = {_BOTH_SIDES: None, _CAUSAL: True}
     fields = {name: value for name, value in of_decoders.items() if name in config.fields}
     return (config.replaced(fields) if sees_all else config), sees_all

@@ -9,8 +9,10 @@ from safetensors.numpy import save_file
 
 from jaxllm import LLM, ValidationError
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.models.architecture import read_architecture
 from jaxllm.plan.make_plan import make_plan
-from jaxllm.testing import VOCAB_SIZE
+from jaxllm.testing import VOCAB_SIZE, tiny_config
 from tests.pooling.models import describe, unit, write_model
 from tests.profile import TINY
 
@@ -237,3 +239,9 @@ def test_a_decoder_that_is_not_causal(tmp_path):
         np.testing.assert_allclose(
             output.outputs.embedding, unit(hidden[0].mean(0).numpy()), atol=1e-5
         )
+
+
+def test_a_decoder_that_is_not_causal_has_no_window():
+    config = tiny_config("mistral") | {"sliding_window": 32, "is_causal": False}
+    with pytest.raises(UnsupportedModelError, match="is_causal=False with sliding_window=32"):
+        read_architecture(config, pools=True)
