@@ -42,9 +42,9 @@ def read_architecture(
     """
     config = HFConfig(merge_overrides(hf_config, overrides or {}), max_model_len=max_model_len)
     name = ModelRegistry.select(config.names("architectures") or (), pools=pools)
-    sees_all = False
+    reach = None
     if pools:
-        config, sees_all = without_both_sides(config)
+        config, reach = without_both_sides(config)
     config.refuse_unsupported()
     has_own_class = ModelRegistry.has_own_class(name)
     scheme = read_scheme(config.quantization, quantization)
@@ -63,8 +63,8 @@ def read_architecture(
     if not has_own_class:
         of_pooling = OF_POOLING if pools else ()
         config.refuse_unread({*HARMLESS, *family.harmless, *of_pooling})
-    if sees_all and not family.is_encoder:
-        architecture = seeing_all(architecture)
+    if reach is not None and not family.is_encoder:
+        architecture = seeing_all(architecture, reach)
     architecture = dataclasses.replace(architecture, scheme=scheme)
     return _without_wide_windows(architecture, max_model_len or architecture.max_model_len)
 

@@ -223,25 +223,25 @@ def test_a_decoder_whose_tokens_see_both_sides_and_layers_behind_the_pooling(tmp
             )
 
 
-def test_a_decoder_that_is_not_causal(tmp_path):
-    path = write_model(tmp_path / "model", "Qwen2Model", "qwen2")
-    model = transformers.AutoModel.from_pretrained(path).eval()
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_decoder_that_is_not_causal(tmp_path, window):
+    fields = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    path = write_model(tmp_path / "model", "Qwen2Model", "qwen2", **fields if window else {})
     # As in GTE of Qwen2.
     config = json.loads((path / "config.json").read_text()) | {"is_causal": False}
     (path / "config.json").write_text(json.dumps(config))
     describe(path, "pooling_mode_mean_tokens")
+    # Without a mask, torch's own attention would be causal.
+    model = transformers.AutoModel.from_pretrained(path, attn_implementation="eager").eval()
     llm = LLM(path, **WHOLE, skip_tokenizer_init=True)
     outputs = llm.embed(PROMPTS, **QUIET)
     for output, ids in zip(outputs, PROMPTS, strict=True):
-        everything = torch.zeros(1, 1, len(ids), len(ids))  # is added to the scores
         with torch.no_grad():
-            hidden = model(torch.tensor([ids]), attention_mask=everything).last_hidden_state
-        np.testing.assert_allclose(
-            output.outputs.embedding, unit(hidden[0].mean(0).numpy()), atol=1e-5
-        )
+            mean = run(model, ids).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, unit(mean), atol=1e-5)
 
 
-def test_a_decoder_that_is_not_causal_has_no_window():
-    config = tiny_config("mistral") | {"sliding_window": 32, "is_causal": False}
-    with pytest.raises(UnsupportedModelError, match="is_causal=False with sliding_window=32"):
-        read_architecture(config, pools=True)
+def test_two_fields_that_read_a_window_differently_are_refused():
+    both = {"is_causal": False, "use_bidirectional_attention": True}
+    with pytest.raises(UnsupportedModelError, match="is_causal=False and use_bidirectional"):
+        read_architecture(tiny_config("mistral") | both, pools=True)
