@@ -132,17 +132,17 @@ def _delta_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuDelta:
     for *sizes, _ in heads:
         delta.check(*sizes)
 
-    def check_tiles() -> None:
+    def check_all() -> None:
         for *sizes, by_channel in heads:
             delta.check_tiles(*sizes, by_channel=by_channel)
 
-    return replace(delta, with_tiles=_computes_tiles(check_tiles))
+    return replace(delta, with_tiles=_computes_tiles(check_all))
 
 
-def _computes_tiles(check_tiles: Callable[[], None]) -> bool:
+def _computes_tiles(check: Callable[[], None]) -> bool:
     """Whether kernels compute tiles too; logs why they do not."""
     try:
-        check_tiles()
+        check()
     except ValueError as error:
         logger.warning("prompts of recurrent layers: XLA's loops, since %s", error)
         return False
@@ -178,14 +178,14 @@ def _ssd_on_tpu(chip: Chip, mixers: set[Any], num_shards: int) -> TpuSsd:
     for spec in specs:
         ssd.check(spec.head_size, spec.state_size)
 
-    def check_tiles() -> None:
+    def check_all() -> None:
         for spec in specs:
             # Groups are repeated if there are fewer of them than shards.
             num_groups = max(1, spec.num_groups // num_shards)
             num_heads = spec.num_heads // num_shards
             ssd.check_tiles(num_groups, num_heads, spec.head_size, spec.state_size)
 
-    return replace(ssd, with_tiles=_computes_tiles(check_tiles))
+    return replace(ssd, with_tiles=_computes_tiles(check_all))
 
 
 def encoder_ops(

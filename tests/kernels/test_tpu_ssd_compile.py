@@ -31,7 +31,7 @@ NUM_SLOTS, NUM_SNAPSHOTS, WIDTH = 96, 40, 4
 
 
 class Heads(NamedTuple):
-    """Those of a device."""
+    """Heads of Mamba2 on one device."""
 
     heads: int
     groups: int

@@ -146,7 +146,7 @@ def test_tiles_that_do_not_fit_into_the_memory_of_a_core_are_refused():
             "states of 32 x 128 are not 64 or 128 x 128 or 256",
         ),
         ("v6e", {"state_size": 384}, "states of 64 x 384 are not 64 or 128 x 128 or 256"),
-        ("v6e", {"num_heads": 3}, "the 3 heads of a group are no pairs"),
+        ("v6e", {"num_heads": 3}, "heads of a group: 3, which is odd"),
         ("v6e", {"num_heads": 130}, "130 heads are more than 128"),
     ],
     ids=str,
@@ -167,7 +167,7 @@ def test_tiles_of_mamba2_that_the_tpu_kernel_does_not_compute_are_left_to_xla(
 def test_devices_check_tiles_of_their_own_heads_of_mamba2(tmp_path, caplog):
     ops = ops_for(CHIPS["v6e"], tmp_path, "mamba2", num_shards=2, n_groups=1, **MAMBA2_SIZES)
     assert ops.ssd == TpuSsd(chip="v6e", with_tiles=False)
-    assert "since the 1 heads of a group are no pairs" in caplog.text
+    assert "since heads of a group: 1, which is odd" in caplog.text
 
 
 def test_tiles_of_mamba2_that_do_not_fit_into_the_memory_of_a_core_are_refused():

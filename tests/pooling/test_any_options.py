@@ -60,7 +60,9 @@ def draw_engine(rng, path):
         try:
             return LLM(name, **plain | how), name, plain, adapters
         except (ValidationError, UnsupportedModelError) as error:
-            named = [*plain, *how, *plain.get("hf_overrides", ())]
+            given = plain | how
+            drawn = [name for name, value in given.items() if TINY.get(name) != value]
+            named = [*drawn, *plain.get("hf_overrides", ())]
             assert any(option in str(error) for option in named), error
 
 

@@ -19,6 +19,7 @@ from jaxllm_kernels.recurrent.tpu_blocks import LANES, SUBLANES
 from jaxllm_kernels.recurrent.tpu_tiles import (
     Ref,
     Window,
+    bytes_of_states,
     column_of_head,
     cumulate,
     heads_beside,
@@ -80,9 +81,10 @@ def run_delta_tiles(
         rows,
         scratch=[pltpu.VMEM((TILE, LANES), jnp.float32), pltpu.VMEM((LANES, TILE), jnp.float32)],
         cost=pl.CostEstimate(
-            flops=len(v) // TILE * num_heads * of_head,
+            flops=pl.cdiv(len(v), TILE) * num_heads * of_head,
             transcendentals=len(v) * num_heads * TILE,
-            bytes_accessed=4 * (sum(x.size for x in arrays) + v.size),
+            bytes_accessed=4 * (sum(x.size for x in arrays) + v.size)
+            + bytes_of_states(state, rows),
         ),
         interpret=interpret,
         name="delta_tiles",

@@ -17,8 +17,8 @@ UNSEEN = -1e30
 
 # In place of the product of a query and a key that is not seen, where products still have a factor.
 # It is a power of two, so that multiplying it is exact, also where a multiplication and a
-# subtraction are one instruction. Otherwise a query that sees nothing of a block would have what
-# the largest score lost by rounding: 1e22.
+# subtraction are one instruction. If the largest score of a query that sees nothing were rounded,
+# `product * factor - largest` could be 1e22 in place of 0, and the weight infinite.
 UNSEEN_PRODUCT = -(2.0**100)
 # The least factor for which such products are scores that are never seen. Keys whose scale is below
 # it, such as zero, have scores of zero with it, too.

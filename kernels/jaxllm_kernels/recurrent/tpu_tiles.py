@@ -93,8 +93,7 @@ def cumulate(x: jax.Array) -> jax.Array:
 
 
 def ones_below(first: int) -> jax.Array:
-    """[TILE, TILE] with ones on the diagonal that is so many places below the main one, and below
-    it."""
+    """[TILE, TILE] with ones on the diagonal that begins in row `first`, and below it."""
     row, column = places()
     return (row - column >= first).astype(jnp.float32)
 
@@ -133,6 +132,11 @@ def _in_bfloat16(x: jax.Array) -> list[jax.Array]:
         parts.append(high.astype(jnp.bfloat16))
         x = x - high
     return [*parts, x.astype(jnp.bfloat16)]
+
+
+def bytes_of_states(state: jax.Array, rows: StateRows) -> int:
+    """The bytes of states that kernels read and write if each row has a tile."""
+    return 2 * min(len(rows.slots), len(state)) * state[0].size * state.dtype.itemsize
 
 
 def run_tiles(

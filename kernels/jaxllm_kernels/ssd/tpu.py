@@ -15,7 +15,7 @@ from jaxllm_kernels.recurrent.tpu_blocks import (
 )
 from jaxllm_kernels.ssd.xla import XlaSsd
 
-# Of heads and states for which the kernel computes tiles.
+# The sizes of heads and of states for which the kernel computes tiles.
 _TILE_HEAD_SIZES, _TILE_STATE_SIZES = (64, 128), (128, 256)
 
 
@@ -56,7 +56,7 @@ class TpuSsd:
         if num_heads > LANES:
             raise ValueError(f"{num_heads} heads are more than {LANES}")
         if heads_of_group % 2:
-            raise ValueError(f"the {heads_of_group} heads of a group are no pairs")
+            raise ValueError(f"heads of a group: {heads_of_group}, which is odd")
         # Operands and outputs fill lanes: x, b, c, and the numbers of heads.
         inputs = num_heads * head_size // LANES, LANES
         between = num_groups * state_size // LANES, LANES

@@ -20,6 +20,7 @@ from jaxllm_kernels.recurrent.tpu_blocks import LANES
 from jaxllm_kernels.recurrent.tpu_tiles import (
     Ref,
     Window,
+    bytes_of_states,
     column_of_head,
     cumulate,
     heads_beside,
@@ -73,9 +74,10 @@ def run_ssd_tiles(
         rows,
         scratch=[pltpu.VMEM((LANES, LANES), jnp.float32)] * 2,
         cost=pl.CostEstimate(
-            flops=num_tokens // TILE * (num_heads * of_head + num_groups * of_group),
+            flops=pl.cdiv(num_tokens, TILE) * (num_heads * of_head + num_groups * of_group),
             transcendentals=num_tokens * num_heads * TILE,
-            bytes_accessed=4 * (sum(each.size for each in arrays) + x.size),
+            bytes_accessed=4 * (sum(each.size for each in arrays) + x.size)
+            + bytes_of_states(state, rows),
         ),
         interpret=interpret,
         name="ssd_tiles",
@@ -204,7 +206,7 @@ def _compute_pairs(
 
 
 def _beside(heads: Sequence[jax.Array], width: int) -> jax.Array:
-    """Columns [rows, 1] of two heads, each of them so many times; or halves of [rows, 2 width]."""
+    """Columns [rows, 1] of two heads, `width` times each; or halves of [rows, 2 width]."""
     left, right = heads
     lanes = lax.broadcasted_iota(jnp.int32, (len(left), 2 * width), 1)
     return jnp.where(lanes < width, left, right)
