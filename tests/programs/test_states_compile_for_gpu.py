@@ -32,8 +32,7 @@ CONFIGS = Path(__file__).parents[1] / "models" / "released_configs.json"
 NUM_ROWS = 64
 # Logits, and what samples, beside the layers. Experts of 2048 tokens need more.
 MAX_TEMP_BYTES = 256 << 20
-# Of a step of 1024 tokens over two devices, of all layers of Qwen3.6-35B-A3B.
-MAX_TEMP_BYTES_OVER_DEVICES = 520 << 20
+# Over devices, what exchanges logits and the numbers with which rows sample.
 MOST_OTHER_COLLECTIVES = 21
 
 
@@ -77,10 +76,13 @@ class Model:
     head: str  # the matrix of a head's state
     hidden_size: int
     sums_of_layer: int  # over devices: of the outputs of a mixer, and of experts
+    # Temporaries of decodes and of a few layers, and of all layers for 1024 tokens. Most of them
+    # are logits.
+    max_temp_mib: tuple[int, int]
 
 
-DELTA_NETS = Model("Qwen3.6 35B-A3B", GatedDeltaSpec, "delta", 32, "128,128", 2048, 2)
-MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1)
+DELTA_NETS = Model("Qwen3.6 35B-A3B", GatedDeltaSpec, "delta", 32, "128,128", 2048, 2, (400, 520))
+MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1, (256, 400))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,8 @@ def test_a_step_over_devices(model, num_layers, num_devices, decode_only, tmp_pa
     plan = _plan(_with_layers(config, num_layers), tmp_path, num_devices)
     assert getattr(plan.state_ops, model.op).name == "mosaic_sm90"
     states = f"f32[{NUM_ROWS},{model.num_heads // num_devices},{model.head}]"
-    hlo = _assert_states_stay(plan, states, decode_only, MAX_TEMP_BYTES_OVER_DEVICES)
+    max_temp_mib = model.max_temp_mib[not decode_only and num_layers > 2]
+    hlo = _assert_states_stay(plan, states, decode_only, max_temp_mib << 20)
     mixers = [mixer for layer in plan.architecture.layers for mixer in layer.mixers]
     num_mixers = sum(isinstance(mixer, model.mixer) for mixer in mixers)
     for kernel, count in (("decode", num_mixers), ("rows", 0 if decode_only else num_mixers)):
