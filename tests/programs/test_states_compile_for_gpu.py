@@ -82,7 +82,7 @@ class Model:
 
 
 DELTA_NETS = Model("Qwen3.6 35B-A3B", GatedDeltaSpec, "delta", 32, "128,128", 2048, 2, (400, 520))
-MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1, (256, 400))
+MAMBA2 = Model("Nemotron 3 Nano 30B-A3B", MambaSpec, "ssd", 64, "64,128", 2688, 1, (256, 420))
 
 
 @pytest.mark.parametrize(
