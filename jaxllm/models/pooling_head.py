@@ -54,8 +54,9 @@ class PoolingHeadSpec:
         layouts += [its.with_names(model="") for its in layouts]
         linears = {name: f"{folder}.linear" for name, folder in self._folders.items()}
         linears |= {its.name: its.stored_as for its in self.layers if its.stored_as is not None}
+        head = names.renamed.get("lm_head", "lm_head").rpartition(".")[2]
         first, *others = [
-            its.with_names(pooling_head="", **linears).ignoring(r"(.*\.)?lm_head\..*")
+            its.with_names(pooling_head="", **linears).ignoring(rf"(.*\.)?{head}\..*")
             for its in layouts
         ]
         folders = tuple(self._folders.values())

@@ -331,3 +331,12 @@ def test_in_16_bits_vectors_point_the_same_way(embedder, llm):
     half = LLM(embedder, **TINY | {"dtype": "bfloat16"})
     cosines = (embeddings(half, TEXTS) * embeddings(llm, TEXTS)).sum(1)
     assert cosines.min() > 0.9999
+
+
+def test_a_head_of_another_name_is_left_out(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, "gpt_neox")
+    llm = LLM(path, **TINY, runner="pooling")
+    outputs = llm.embed(TEXTS, **QUIET)
+    expected = hidden_states(path, [output.prompt_token_ids for output in outputs])
+    for output, hidden in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, unit(hidden[-1]), atol=1e-5)
