@@ -6,7 +6,7 @@ copied. Which tensors are weights of linear layers, the model's own map of its c
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,9 +21,10 @@ from jaxllm.layers.linear import Linear
 from jaxllm.layers.moe import Experts
 from jaxllm.layers.router import Router
 from jaxllm.models.architecture import read_architecture
-from jaxllm.models.checkpoint_map import Concat, Rows, Source, Stack, Tensor
+from jaxllm.models.checkpoint_map import Concat, InHalves, Rows, Shape, Source, Stack, Tensor
 from jaxllm.models.registry import ModelRegistry
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.models.spans import Beside
+from jaxllm.weights.checkpoint import Checkpoint, some_of
 from jaxllm.weights.loader import parameters_of, sources_of
 
 Format = Literal["int8", "fp8", "int4"]
@@ -64,45 +65,47 @@ def write_quantized(model_dir: Path, out: Path, kind: Format, *, group_size: int
         raise ValidationError(
             f"{model_dir} is quantised already; give the checkpoint that it was made of"
         )
-    linear = _linear_weights(config)
-    out.mkdir(parents=True, exist_ok=True)
     with Checkpoint(model_dir) as checkpoint:
+        shapes = {name: its.shape for name, its in checkpoint.tensors.items()}
+        groups, ignored = _choose(config, shapes, kind, group_size)
+        if not groups:
+            raise UnsupportedModelError(
+                f"{model_dir} has no weights [out, in] of linear layers whose inputs are a "
+                f"multiple of {group_size}"
+            )
+        described = config | {"quantization_config": _describe(kind, group_size, ignored)}
+        _check_read(described, _names_of(shapes, groups, kind))
+        out.mkdir(parents=True, exist_ok=True)
         before = sum(its.num_bytes for its in checkpoint.tensors.values())
         writer = _Writer(out)
-        errors, kept = [], []
+        errors = []
         for name in checkpoint.tensors:
             weights = checkpoint.read(name)
-            if name not in linear or weights.ndim != 2 or _group(weights, kind, group_size) is None:
+            if name not in groups:
                 writer.add(name, np.array(weights))
-                kept.append(name)
             else:
                 module = name.removesuffix(_WEIGHT)
-                leaves, error = _as_codes(weights, kind, _group(weights, kind, group_size) or 0)
+                leaves, error = _as_codes(weights, kind, groups[name])
                 for leaf, values in leaves.items():
                     writer.add(f"{module}.{leaf}", values)
                 errors.append(LayerError(module, error))
             checkpoint.release(name)
-        shapes = {name: checkpoint.tensors[name].shape for name in kept}
-    if not errors:
-        raise UnsupportedModelError(
-            f"{model_dir} has no linear layer whose inputs are a multiple of {group_size}"
-        )
     after = writer.finish()
-    ignored = sorted(
-        name.removesuffix(_WEIGHT)
-        for name, shape in shapes.items()
-        if name.endswith(_WEIGHT) and len(shape) == 2 and "embed" not in name
-    )
-    # A tied head has no tensor, and is a linear layer in other programs.
-    ignored = sorted({*ignored, "lm_head"})
-    described = config | {"quantization_config": _describe(kind, group_size, ignored)}
     (out / _CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     _copy_others(model_dir, out)
-    return Written(errors=tuple(errors), num_kept=len(kept), bytes_before=before, bytes_after=after)
+    return Written(
+        errors=tuple(errors),
+        num_kept=len(shapes) - len(groups),
+        bytes_before=before,
+        bytes_after=after,
+    )
 
 
-def _linear_weights(config: dict[str, Any]) -> set[str]:
-    """The names of tensors that are weights [out, in] of linear layers or of single experts."""
+def _choose(
+    config: dict[str, Any], shapes: Mapping[str, Shape], kind: Format, group_size: int
+) -> tuple[dict[str, int], list[str]]:
+    """The tensors that become codes, with the inputs that share a scale, and the names of the
+    modules that do not."""
     architecture = read_architecture(config)
     if ModelRegistry.has_own_class(architecture.name):
         raise UnsupportedModelError(f"{architecture.name} runs by a class of its own")
@@ -112,31 +115,77 @@ def _linear_weights(config: dict[str, Any]) -> set[str]:
         for path, module in nnx.iter_graph(model)
         if isinstance(module, Linear | Experts) and not isinstance(module, Router)
     }
-    sources = sources_of(parameters_of(model), model.checkpoint_map)
-    return {
+    sources = sources_of(parameters_of(model), model.checkpoint_map.for_tensors(shapes))
+    linear = {
         tensor.name
         for name, source in sources.items()
         if name.rpartition(".")[0] in modules
         for tensor in _tensors(source)
         if tensor.name.endswith(_WEIGHT) and not tensor.name.endswith(_NEVER)
     }
+    heads = {tensor.name for tensor in _tensors(sources.get("lm_head.weight"))}
+    groups = {
+        name: group
+        for name, shape in shapes.items()
+        if name in linear and len(shape) == 2 and (group := _group(shape[1], kind, group_size))
+    }
+    ignored = {
+        name.removesuffix(_WEIGHT)
+        for name, shape in shapes.items()
+        if name not in groups
+        and name.endswith(_WEIGHT)
+        and len(shape) == 2
+        and ("embed" not in name or name in heads)
+    }
+    # A tied head has no tensor, and is a linear layer in other programs.
+    return groups, sorted(ignored | {"lm_head"})
 
 
-def _tensors(source: Source) -> Iterator[Tensor]:
-    """The tensors that a source has as they are: not transposed, nor seen in another shape."""
+def _check_read(described: dict[str, Any], names: Mapping[str, None]) -> None:
+    """Raise unless tensors of these names would be read as config.json describes them."""
+    architecture = read_architecture(described)
+    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
+    sources = sources_of(parameters_of(model), model.checkpoint_map.for_tensors(names))
+    missing = {rows.tensor.name for its in sources.values() for rows in its.rows()} - names.keys()
+    if missing:
+        raise UnsupportedModelError(
+            f"the checkpoint would lack {some_of(sorted(missing))}: this form is not supported "
+            "for layers that are stored in this way"
+        )
+
+
+def _names_of(
+    shapes: Mapping[str, Shape], groups: Mapping[str, int], kind: Format
+) -> dict[str, None]:
+    """The names of the tensors that are written."""
+    codes = ("weight",) if kind == "fp8" else ("weight_packed", "weight_shape")
+    return dict.fromkeys(
+        written
+        for name in shapes
+        for written in (
+            (f"{name.removesuffix(_WEIGHT)}.{leaf}" for leaf in (*codes, "weight_scale"))
+            if name in groups
+            else (name,)
+        )
+    )
+
+
+def _tensors(source: Source | None) -> Iterator[Tensor]:
+    """The tensors whose rows a source has: not transposed, nor seen in another shape."""
     match source:
         case Tensor():
             yield source
         case Rows(tensor=tensor):
             yield tensor
+        case InHalves(source=source) | Beside(whole=source):
+            yield from _tensors(source)
         case Concat(sources=sources) | Stack(sources=sources):
             for one in sources:
                 yield from _tensors(one)
 
 
-def _group(weights: np.ndarray, kind: Format, group_size: int) -> int | None:
+def _group(num_inputs: int, kind: Format, group_size: int) -> int | None:
     """The inputs that share a scale; None: they cannot be divided."""
-    num_inputs = weights.shape[1]
     if kind == "int4":
         return group_size if num_inputs % group_size == 0 else None
     return num_inputs if kind == "fp8" or num_inputs % 4 == 0 else None
