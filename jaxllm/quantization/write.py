@@ -1,38 +1,32 @@
 """Writes a checkpoint with codes for the weights of linear layers, as compressed-tensors has it.
 
 The weights of a checkpoint are read, made into codes and written one after the other. All else is
-copied. Which tensors are weights of linear layers, the model's own map of its checkpoint says.
+copied. A layer's experts are written one by one, also if the checkpoint has them in one tensor.
 """
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
-from jaxllm.layers.linear import Linear
-from jaxllm.layers.moe import Experts
-from jaxllm.layers.router import Router
-from jaxllm.models.architecture import read_architecture
-from jaxllm.models.checkpoint_map import Concat, InHalves, Rows, Shape, Source, Stack, Tensor
-from jaxllm.models.registry import ModelRegistry
-from jaxllm.models.spans import Beside
-from jaxllm.weights.checkpoint import Checkpoint, some_of
-from jaxllm.weights.loader import parameters_of, sources_of
+from jaxllm.models.checkpoint_map import Shape
+from jaxllm.quantization.coded_matrices import WEIGHT, Matrix, check_read, find_matrices
+from jaxllm.weights.checkpoint import Checkpoint
 
 Format = Literal["int8", "fp8", "int4"]
 FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
+_PACKED = ("weight_packed", "weight_shape", "weight_scale")
+_LEAVES = {"int8": _PACKED, "fp8": ("weight", "weight_scale"), "int4": _PACKED}
+_ALTERNATIVE = "`jaxllm convert --quantization` writes what an engine holds of it"
 _FILE_BYTES = 2 << 30  # about; a file holds whole tensors
 _ROWS_AT_ONCE = 1024
-_WEIGHT = ".weight"
-_NEVER = ".shared_expert_gate.weight"  # of one output
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Shares of the largest weight of a group that the largest code may stand for. What is above it is
 # cut, which may cost less than coarser steps for all others.
@@ -67,121 +61,65 @@ def write_quantized(model_dir: Path, out: Path, kind: Format, *, group_size: int
         )
     with Checkpoint(model_dir) as checkpoint:
         shapes = {name: its.shape for name, its in checkpoint.tensors.items()}
-        groups, ignored = _choose(config, shapes, kind, group_size)
-        if not groups:
+        found = find_matrices(config, shapes)
+        coded = {
+            name: matrices
+            for name, matrices in found.of_tensors.items()
+            if all(_group(its.shape[1], kind, group_size) for its in matrices)
+        }
+        if not coded:
             raise UnsupportedModelError(
                 f"{model_dir} has no weights [out, in] of linear layers whose inputs are a "
-                f"multiple of {group_size}"
+                f"multiple of {group_size}; {_ALTERNATIVE}"
             )
+        ignored = _modules_of(shapes.keys() - coded.keys(), shapes, found.head)
         described = config | {"quantization_config": _describe(kind, group_size, ignored)}
-        _check_read(described, _names_of(shapes, groups, kind))
+        modules = [its.module for matrices in coded.values() for its in matrices]
+        written = {f"{module}.{leaf}" for module in modules for leaf in _LEAVES[kind]}
+        try:
+            check_read(described, (shapes.keys() - coded.keys()) | written)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{model_dir} cannot be written with codes: {error}; {_ALTERNATIVE}"
+            ) from error
         out.mkdir(parents=True, exist_ok=True)
         before = sum(its.num_bytes for its in checkpoint.tensors.values())
         writer = _Writer(out)
         errors = []
         for name in checkpoint.tensors:
-            weights = checkpoint.read(name)
-            if name not in groups:
-                writer.add(name, np.array(weights))
-            else:
-                module = name.removesuffix(_WEIGHT)
-                leaves, error = _as_codes(weights, kind, groups[name])
+            for matrix in coded.get(name, ()):
+                group = _group(matrix.shape[1], kind, group_size) or 0
+                leaves, error = _as_codes(matrix, checkpoint, kind, group)
                 for leaf, values in leaves.items():
-                    writer.add(f"{module}.{leaf}", values)
-                errors.append(LayerError(module, error))
+                    writer.add(f"{matrix.module}.{leaf}", values)
+                errors.append(LayerError(matrix.module, error))
+            if name not in coded:
+                writer.add(name, np.array(checkpoint.read(name)))
             checkpoint.release(name)
     after = writer.finish()
     (out / _CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     _copy_others(model_dir, out)
     return Written(
         errors=tuple(errors),
-        num_kept=len(shapes) - len(groups),
+        num_kept=len(shapes) - len(coded),
         bytes_before=before,
         bytes_after=after,
     )
 
 
-def _choose(
-    config: dict[str, Any], shapes: Mapping[str, Shape], kind: Format, group_size: int
-) -> tuple[dict[str, int], list[str]]:
-    """The tensors that become codes, with the inputs that share a scale, and the names of the
-    modules that do not."""
-    architecture = read_architecture(config)
-    if ModelRegistry.has_own_class(architecture.name):
-        raise UnsupportedModelError(f"{architecture.name} runs by a class of its own")
-    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
-    modules = {
-        ".".join(map(str, path))
-        for path, module in nnx.iter_graph(model)
-        if isinstance(module, Linear | Experts) and not isinstance(module, Router)
-    }
-    sources = sources_of(parameters_of(model), model.checkpoint_map.for_tensors(shapes))
-    linear = {
-        tensor.name
-        for name, source in sources.items()
-        if name.rpartition(".")[0] in modules
-        for tensor in _tensors(source)
-        if tensor.name.endswith(_WEIGHT) and not tensor.name.endswith(_NEVER)
-    }
-    heads = {tensor.name for tensor in _tensors(sources.get("lm_head.weight"))}
-    groups = {
-        name: group
-        for name, shape in shapes.items()
-        if name in linear and len(shape) == 2 and (group := _group(shape[1], kind, group_size))
-    }
-    ignored = {
-        name.removesuffix(_WEIGHT)
-        for name, shape in shapes.items()
-        if name not in groups
-        and name.endswith(_WEIGHT)
-        and len(shape) == 2
-        and ("embed" not in name or name in heads)
-    }
-    # A tied head has no tensor, and is a linear layer in other programs.
-    return groups, sorted(ignored | {"lm_head"})
-
-
-def _check_read(described: dict[str, Any], names: Mapping[str, None]) -> None:
-    """Raise unless tensors of these names would be read as config.json describes them."""
-    architecture = read_architecture(described)
-    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
-    sources = sources_of(parameters_of(model), model.checkpoint_map.for_tensors(names))
-    missing = {rows.tensor.name for its in sources.values() for rows in its.rows()} - names.keys()
-    if missing:
-        raise UnsupportedModelError(
-            f"the checkpoint would lack {some_of(sorted(missing))}: this form is not supported "
-            "for layers that are stored in this way"
-        )
-
-
-def _names_of(
-    shapes: Mapping[str, Shape], groups: Mapping[str, int], kind: Format
-) -> dict[str, None]:
-    """The names of the tensors that are written."""
-    codes = ("weight",) if kind == "fp8" else ("weight_packed", "weight_shape")
-    return dict.fromkeys(
-        written
-        for name in shapes
-        for written in (
-            (f"{name.removesuffix(_WEIGHT)}.{leaf}" for leaf in (*codes, "weight_scale"))
-            if name in groups
-            else (name,)
-        )
+def _modules_of(kept: Set[str], shapes: Mapping[str, Shape], head: str | None) -> list[str]:
+    """The modules of kept tensors that may be linear layers in other programs. A tied head has no
+    tensor, and is one of them."""
+    return sorted(
+        {"lm_head"}
+        | {
+            name.removesuffix(WEIGHT)
+            for name in kept
+            if name.endswith(WEIGHT)
+            and len(shapes[name]) == 2
+            and ("embed" not in name or name == head)
+        }
     )
-
-
-def _tensors(source: Source | None) -> Iterator[Tensor]:
-    """The tensors whose rows a source has: not transposed, nor seen in another shape."""
-    match source:
-        case Tensor():
-            yield source
-        case Rows(tensor=tensor):
-            yield tensor
-        case InHalves(source=source) | Beside(whole=source):
-            yield from _tensors(source)
-        case Concat(sources=sources) | Stack(sources=sources):
-            for one in sources:
-                yield from _tensors(one)
 
 
 def _group(num_inputs: int, kind: Format, group_size: int) -> int | None:
@@ -191,11 +129,18 @@ def _group(num_inputs: int, kind: Format, group_size: int) -> int | None:
     return num_inputs if kind == "fp8" or num_inputs % 4 == 0 else None
 
 
-def _as_codes(weights: np.ndarray, kind: Format, group: int) -> tuple[dict[str, np.ndarray], float]:
+def _as_codes(
+    matrix: Matrix, checkpoint: Checkpoint, kind: Format, group: int
+) -> tuple[dict[str, np.ndarray], float]:
     """The tensors of a module, and the relative error of what they stand for."""
+    *index, _, columns = matrix.box
+    num_rows, num_inputs = matrix.shape
     pieces, wrong, whole = [], 0.0, 0.0
-    for first in range(0, len(weights), _ROWS_AT_ONCE):
-        rows = weights[first : first + _ROWS_AT_ONCE].astype(np.float32)
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        end = min(first + _ROWS_AT_ONCE, num_rows)
+        rows = np.empty((end - first, num_inputs), np.float32)
+        target = rows.reshape(*[1] * len(index), *rows.shape)
+        matrix.source.copy(checkpoint, (*index, slice(first, end), columns), target)
         codes, scales = _round(rows.reshape(len(rows), -1, group), kind)
         stood_for = (codes.astype(np.float32) * scales[..., None]).reshape(rows.shape)
         wrong += float(np.square(stood_for - rows, dtype=np.float64).sum())
