@@ -89,7 +89,7 @@ class EnginePlan:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
-    compile_at_start: bool
+    compiles: Literal["ahead", "behind", "late"]
     autotune_results: AutotuneResults | None
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None

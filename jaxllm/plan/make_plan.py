@@ -64,7 +64,7 @@ from jaxllm.plan.generation_config import (
     read_eos_token_ids,
     read_max_new_tokens,
 )
-from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
+from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options, when_to_compile
 from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.plan.offload import plan_offload
@@ -387,7 +387,7 @@ def make_plan(
         ),
         default_sampling_params=read_default_sampling_params(model, model_dir),
         max_new_tokens=read_max_new_tokens(model, model_dir),
-        compile_at_start=not config.compilation.enforce_eager,
+        compiles=when_to_compile(config.compilation, chip),
         speculation=speculation,
         graph_options=graph_options(config.compilation.gpu_graphs, chip),
         autotune_results=AutotuneResults.read(results, chip) if results else None,
