@@ -99,7 +99,7 @@ def test_a_step_with_whole_prompts_copies_no_latents(
     family, sizes, slice_name, num_shards, tmp_path
 ):
     hlo = compile_step(family, sizes, slice_name, num_shards, False, 1184, tmp_path, max_num_seqs=8)
-    # A call for each layer, in a conditional. With more rows the short ones would be moved 128 tokens
+    # A call for each layer, in a conditional. With more rows, short ones would be moved 128 tokens
     # at a time, which have the shape of the matrices of 16 heads.
     assert len(re.findall(r"%ragged_self_attention\S* = ", hlo)) == 2
     assert len(re.findall(r" conditional\(", hlo)) >= 2
