@@ -83,10 +83,8 @@ def error(op: SelfAttentionOp, case: Case, dtype: DTypeLike = "float32") -> floa
     config = SelfAttentionConfig(
         scale=case.head_size**-0.5 * 2, reach=case.reach, causal=case.causal
     )
-    operands = (q, k, v, jnp.asarray(starts), config)
-    if case.left_out:
-        operands = (*operands, jnp.asarray(ends))
-    out = np.asarray(op(*operands), np.float64)
+    query_ends = jnp.asarray(ends) if case.left_out else None
+    out = np.asarray(op(q, k, v, jnp.asarray(starts), config, query_ends), np.float64)
     assert out.shape == (case.num_tokens, case.num_heads, value_size)
     assert np.isfinite(out).all(), "padding has outputs that are no numbers"
     found = 0.0
