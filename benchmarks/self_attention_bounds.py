@@ -33,10 +33,16 @@ class Batch(NamedTuple):
     head_size: int
     num_rows: int
     length: int
+    v_head_size: int | None = None  # None: head_size
+    causal: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.num_rows * self.length
+
+    @property
+    def value_size(self) -> int:
+        return self.v_head_size or self.head_size
 
 
 # All of 4096 tokens, so that those of one model have the same program.
@@ -45,6 +51,7 @@ MODELS = {
     "bge-large": (Batch(16, 64, 8, 512),),
     "a tower of 72": (Batch(16, 72, 1, 4096), Batch(16, 72, 4, 1024)),
     "a tower of 80": (Batch(16, 80, 1, 4096),),
+    "DeepSeek V3 over 8": (Batch(16, 192, 1, 4096, 128, True), Batch(16, 192, 4, 1024, 128, True)),
 }
 
 
@@ -63,15 +70,19 @@ def compile_kernel(chip_name: str, batch: Batch) -> None:
     is_gpu = chip.is_hopper
     sharding = SingleDeviceSharding(topology_devices(chip_name if is_gpu else f"{chip_name}-8")[0])
     op = MosaicSelfAttention.tuned_for(chip) if is_gpu else TpuSelfAttention(chip=chip_name)
-    config = SelfAttentionConfig(scale=batch.head_size**-0.5, reach=None)
+    config = SelfAttentionConfig(scale=batch.head_size**-0.5, causal=batch.causal)
 
     def attend(q, k, v, query_starts):  # noqa: ANN001, ANN202
         return op(q, k, v, query_starts, config)
 
-    heads = batch.num_tokens, batch.num_heads, batch.head_size
-    head = jax.ShapeDtypeStruct(heads, jnp.bfloat16, sharding=sharding)
+    heads = [
+        jax.ShapeDtypeStruct(
+            (batch.num_tokens, batch.num_heads, size), jnp.bfloat16, sharding=sharding
+        )
+        for size in (batch.head_size, batch.head_size, batch.value_size)
+    ]
     starts = jax.ShapeDtypeStruct((65,), jnp.int32, sharding=sharding)
-    traced = jax.jit(attend).trace(head, head, head, starts)
+    traced = jax.jit(attend).trace(*heads, starts)
     lowered = traced.lower(lowering_platforms=("cuda" if is_gpu else "tpu",))
     lowered.compile(dict(chip.compiler_options))
 
@@ -83,11 +94,11 @@ def operands_of(batch: Batch, chip_name: str) -> list[Any]:
     from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES
     from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, choose_sizes
 
-    heads = Heads(batch.num_heads, batch.num_heads, batch.head_size)
+    heads = Heads(batch.num_heads, batch.num_heads, batch.head_size, batch.value_size)
     tile = choose_sizes(batch.num_tokens, heads, "bfloat16", CHIPS[chip_name]).tile
     token = np.arange(batch.num_tokens)
     first = (token - token % batch.length).reshape(-1, tile)
-    end = first + batch.length
+    end = token.reshape(first.shape) + 1 if batch.causal else first + batch.length
     low = first.min(axis=1)
     return [
         low - low % LANES, end.max(axis=1), first.max(axis=1), end.min(axis=1), batch.num_tokens
@@ -114,7 +125,8 @@ def show(batch: Batch, chip_name: str, model: str, least: float) -> None:
     """Print a line, of the least seconds of a batch."""
     from jaxllm_kernels.platform import CHIPS
 
-    products = 4 * batch.num_tokens * batch.length * batch.num_heads * batch.head_size
+    pairs = batch.num_tokens * batch.length * batch.num_heads / (2 if batch.causal else 1)
+    products = 2 * pairs * (batch.head_size + batch.value_size)
     limit = products / CHIPS[chip_name].bf16_flops_per_second
     print(
         f"| {chip_name} | {model} | {batch.num_rows} of {batch.length} | {1e6 * least:.1f} "

@@ -119,3 +119,51 @@ def test_a_layer_copies_nothing(chip, name, dtype):
     moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|pad)\(", hlo)
     least = model.num_tokens * model.num_kv_heads * model.head_size
     assert not [dims for dims in moved if np.prod(list(map(int, dims.split(",")))) >= least]
+
+
+# Heads of whole prompts of latent attention, sizes of keys and of values: of DeepSeek V3 over eight
+# devices, and of GLM-4.7-Flash.
+LATENTS = {"deepseek": (16, 192, 128), "glm": (20, 256, 256)}
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [
+        ("v6e", "deepseek"),
+        ("v7x", "glm"),
+        *(
+            pytest.param(chip, name, marks=pytest.mark.sweep)
+            for chip in SLICES
+            for name in LATENTS
+            if (chip, name) not in (("v6e", "deepseek"), ("v7x", "glm"))
+        ),
+    ],
+)
+def test_causal_rows_beside_others_compile(chip, name):
+    num_heads, size, value_size = LATENTS[name]
+    device = topology_devices(SLICES[chip])[0]
+    sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+    attend = TpuSelfAttention(chip=chip)
+    config = SelfAttentionConfig(scale=size**-0.5, causal=True)
+    num_tokens = 2048
+    attend.check(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=size,
+        value_size=value_size,
+        dtype=jnp.bfloat16,
+    )
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def run(q, k, v, query_starts, query_ends):
+        return attend(q, k, v, query_starts, config, query_ends)
+
+    heads = [array(num_tokens, num_heads, n) for n in (size, size, value_size)]
+    rows = array(65, dtype=jnp.int32), array(64, dtype=jnp.int32)
+    compiled = jax.jit(run).lower(*heads, *rows).compile(dict(chip_of(device).compiler_options))
+    (out,) = jax.tree.leaves(compiled.out_info)
+    assert out.shape == (num_tokens, num_heads, value_size)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
