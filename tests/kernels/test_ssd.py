@@ -20,8 +20,8 @@ from jaxllm_kernels.ssd.xla import XlaSsd
 from tests.kernels.mixed_rows import assert_as_xla
 
 XLA = XlaSsd()
-# What the kernel in C++ computes always: decodes, prompts and drafts, with rows and columns that fill
-# no whole vectors.
+# What the kernel in C++ computes always: decodes, prompts and drafts, with rows and columns that
+# fill no whole vectors.
 ALWAYS = [("drafts", "odd sizes"), ("many drafts", "odd sizes"), ("borders of tiles", "usual")]
 NATIVE = [
     *ALWAYS,

@@ -174,10 +174,10 @@ ffi::Error Delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> q, ffi::Buffer<f
                  ffi::Buffer<ffi::F32, 2> beta, ffi::Buffer<ffi::F32, 4> state,
                  ffi::RemainingArgs rows_of_step, ffi::ResultBuffer<ffi::F32, 4> next,
                  ffi::ResultBuffer<ffi::F32, 3> out) {
-  const Operands of{q.typed_data(),      k.typed_data(),    v.typed_data(),
+  const Operands of{q.typed_data(),         k.typed_data(),    v.typed_data(),
                     log_decay.typed_data(), beta.typed_data(), out->typed_data(),
-                    q.dimensions()[1],   v.dimensions()[1], q.dimensions()[2],
-                    v.dimensions()[2],   log_decay.dimensions()[2] > 1};
+                    q.dimensions()[1],      v.dimensions()[1], q.dimensions()[2],
+                    v.dimensions()[2],      log_decay.dimensions()[2] > 1};
   if (next->typed_data() != state.typed_data())
     return ffi::Error::InvalidArgument("states must be updated in place");
   const StateRows rows(state, rows_of_step);

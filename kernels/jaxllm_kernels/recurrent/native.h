@@ -105,8 +105,9 @@ class StateRows {
     const int64_t groups = (num_heads_ + heads - 1) / heads;
     // As many parts of values as the longest row needs to occupy its share of the threads.
     const int64_t num_blocks = (num_values + step - 1) / step;
-    const int64_t about = kUnitsPerThread * pool.num_threads() * longest / (num_tokens * groups);
-    const int64_t blocks = (num_blocks + std::max<int64_t>(about, 1) - 1) / std::max<int64_t>(about, 1);
+    const int64_t about = std::max<int64_t>(
+        kUnitsPerThread * pool.num_threads() * longest / (num_tokens * groups), 1);
+    const int64_t blocks = (num_blocks + about - 1) / about;
     const int64_t parts = (num_blocks + blocks - 1) / blocks;
     Share(pool, {int64_t(rows.size()) * groups * parts}, [&](int64_t, int64_t unit) {
       const int64_t row = rows[unit / (groups * parts)], part = unit % parts;
