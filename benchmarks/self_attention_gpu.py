@@ -45,9 +45,12 @@ def busiest(
 ) -> Blocks:
     """Count the blocks of the batch with these rows that the busiest thread block computes."""
     from jaxllm_kernels.ragged_paged_attention.gpu_worklist import item_of_worker
+    from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
     from jaxllm_kernels.ragged_self_attention.gpu_tiles import choose_sizes, cut_tiles
 
-    tiles = cut_tiles(query_starts, num_tokens, None, choose_sizes(head_size).block_tokens)
+    block_tokens = choose_sizes(head_size).block_tokens
+    config = SelfAttentionConfig(scale=1.0)
+    tiles = cut_tiles(query_starts, None, num_tokens, config, block_tokens)
     begin, whole, masked, stop = (
         np.asarray(x).sum(axis=1) for x in (tiles.begin, tiles.whole, tiles.masked, tiles.stop)
     )

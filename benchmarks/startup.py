@@ -28,7 +28,7 @@ _GENERATE = """
 import sys, time
 from jaxllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], compilation_cache_dir=sys.argv[2], max_model_len=1024, max_num_seqs=16,
-          enforce_eager=sys.argv[3] == "eager")
+          enforce_eager=sys.argv[3] == "eager", compile_behind=sys.argv[3] == "behind")
 [output] = llm.generate(["Once upon a time"], SamplingParams(max_tokens=1), use_tqdm=False)
 assert len(output.outputs[0].token_ids) == 1
 """
@@ -49,11 +49,14 @@ def main() -> None:
     with (
         side_by_side.checkpoint(args.model) as model,
         tempfile.TemporaryDirectory() as cache,
+        tempfile.TemporaryDirectory() as behind,
         tempfile.TemporaryDirectory() as eager,
     ):
         for what, repetitions, arguments in [
             ("first token, cold", 1, [cache, "all"]),
             ("first token, warm", args.repetitions, [cache, "all"]),
+            ("first token, cold, --compile-behind", 1, [behind, "behind"]),
+            ("first token, warm, --compile-behind", args.repetitions, [cache, "behind"]),
             ("first token, cold, --enforce-eager", 1, [eager, "eager"]),
             ("first token, warm, --enforce-eager", args.repetitions, [eager, "eager"]),
         ]:

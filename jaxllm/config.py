@@ -175,6 +175,11 @@ class CompilationConfig:
     """Compilation"""
 
     enforce_eager: bool = option(False, "Compile each program when it is first needed, not before.")
+    compile_behind: bool = option(
+        False,
+        "Start at once, compile what a step needs first, and all other programs meanwhile, as "
+        "'jaxllm generate' does. On GPUs, whose compiler times products, all are compiled before.",
+    )
     compilation_cache_dir: str | None = option(
         DEFAULT_COMPILATION_CACHE_DIR,
         "Where compiled programs are kept between starts; '' leaves it to JAX's setting.",
@@ -204,6 +209,21 @@ class CompilationConfig:
         "Attention implementation: 'auto' (by platform), the name of one of ours, or an importable "
         "'module:name' of yours, which runs the code of that module.",
     )
+
+    @property
+    def compiles_in_steps(self) -> bool:
+        """Whether steps may wait for the compiler."""
+        return self.enforce_eager or self.compile_behind
+
+    def check(self, nnodes: int | str) -> None:
+        if self.compile_behind and self.enforce_eager:
+            raise refused(
+                "compile_behind", True, "enforce_eager compiles nothing but what is needed"
+            )
+        if self.compile_behind and nnodes != 1:
+            raise refused(
+                "compile_behind", True, "several hosts compile before they start together"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +299,7 @@ class EngineConfig:
                 value=block_size,
             )
         self._validate_hosts()
+        self.compilation.check(self.parallel.nnodes)
         self.cache.check_offloading()
         size, replicas = self.cache.kv_offloading_size, self.parallel.data_parallel_size
         self.hand_over.check(

@@ -75,7 +75,7 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self.at_work: Callable[[], Sequence[Work]] = lambda: ()
         self._limit_s = config.liveness.engine_iteration_timeout
-        if config.compilation.enforce_eager:
+        if config.compilation.compiles_in_steps:
             self._limit_s *= PATIENCE  # steps compile
         self._on_hang = on_hang
         self._on_look = on_look

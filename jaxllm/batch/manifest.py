@@ -19,6 +19,7 @@ _MAY_CHANGE = {
     "async_scheduling",
     "check_invariants",
     "compilation_cache_dir",
+    "compile_behind",
     "data_parallel_size",
     "distributed_executor_backend",
     "download_dir",

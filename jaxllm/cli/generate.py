@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> None:
 
     from jaxllm.llm import LLM
 
+    if not options.get("enforce_eager") and options.get("nnodes", 1) == 1:
+        options.setdefault("compile_behind", True)  # few prompts do not need every program
     llm = LLM(**options)
     params = sampling_params_from(args, llm.get_default_sampling_params())
     params = params.clone(structured_outputs=form)
@@ -103,11 +105,12 @@ def run(args: argparse.Namespace) -> None:
             raise
         where = prompts[error.prompt_index].where
         raise ValidationError(f"{where}: {error.__cause__}") from error
-    llm.shutdown()  # writes the profile
     if args.json:
-        print("\n".join(as_json(output) for output in outputs))
+        print("\n".join(as_json(output) for output in outputs), flush=True)
     else:
-        print("\n\n".join(as_text(output, dim=sys.stdout.isatty()) for output in outputs))
+        shown = (as_text(output, dim=sys.stdout.isatty()) for output in outputs)
+        print("\n\n".join(shown), flush=True)
+    llm.shutdown()  # writes the profile
     failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
     if failed:
         raise JaxLLMError(

@@ -1,8 +1,10 @@
 """Latent attention (MLA), as in DeepSeek V2 and V3: the cache keeps one latent for each token.
 
-Keys and values of all heads are products of the latent with matrices of the heads. They are never
-made: the matrices are absorbed into the queries, and into what follows the attention. Heads then
-attend to the latents themselves, and to a rotated key beside each latent, which all heads share.
+Keys and values of all heads are products of the latent with matrices of the heads. For what is in
+the cache they are not made: the matrices are absorbed into the queries, and into what follows the
+attention. Heads then attend to the latents themselves, and to a rotated key beside each latent,
+which all heads share. Whole prompts of many tokens need nothing of the cache. For these rows keys
+and values are made, where the plan says so (`expanded_latents.py`).
 
 Query heads are cut over the shards, and with them the matrices of keys and values. The projection
 to latents is whole on every shard, and so is the cache: every head reads every latent, so a shard
@@ -10,6 +12,7 @@ with a part of the latents would need the other parts for each token that it att
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -24,7 +27,8 @@ from jaxllm_kernels.mla.api import LatentBackend, LatentConfig
 from jaxllm.errors import refused
 from jaxllm.layers.attention import Temperature
 from jaxllm.layers.context import Cache, StepContext
-from jaxllm.layers.linear import Linear
+from jaxllm.layers.expanded_latents import ExpandedForm, FreshRows
+from jaxllm.layers.linear import Linear, Product
 from jaxllm.layers.norm import NormSpec
 from jaxllm.layers.rope import RopeConfig, rotate
 from jaxllm.parallel.sharding import Axes, Part, num_pieces, partition_spec
@@ -54,6 +58,8 @@ class LatentAttentionSpec:
     norm: NormSpec  # of latents
     bias: bool = False  # of the projections to latents and of the output
     temperature: Temperature | None = None
+    # How whole prompts are computed; None: as all other rows are.
+    expanded: ExpandedForm | None = None
 
     def check(self, num_shards: int) -> None:
         """Raise ValidationError unless the heads can be cut into equal shards."""
@@ -69,7 +75,7 @@ class LatentAttentionSpec:
 
 
 class LatentAttention(nnx.Module):
-    """Projections to latents, and attention to latents with absorbed matrices."""
+    """Projections to latents, and attention to latents."""
 
     def __init__(
         self, spec: LatentAttentionSpec, hidden_size: int, *, num_shards: int, dtype: DTypeLike
@@ -80,6 +86,7 @@ class LatentAttention(nnx.Module):
             latent_size=spec.latent_size,
             rope_size=spec.rope_size,
             scale=spec.scale,
+            fewest_fresh=0 if spec.expanded is None else spec.expanded.fewest_tokens,
         )
         self.spec = spec
         num_heads, row_size = spec.num_heads, self.config.head_size
@@ -127,9 +134,12 @@ class LatentAttention(nnx.Module):
                 q_rope = rotate(q_rope, context.rotary)
                 k_rope = rotate(k_rope[:, None], context.rotary)[:, 0]
             row = jnp.concatenate([self.kv_a_layernorm(latent), k_rope], axis=-1)
-            q = jnp.concatenate([self.kv_b_proj.absorb(q_nope), q_rope], axis=-1)
-            out, cache = self._attend(q, row, cache, context)
-            out = self.kv_b_proj.values(out)
+            fresh = None
+            if spec.expanded is not None:
+                fresh = spec.expanded.rows_of(context.of_window(None).batch, len(x))
+            out, cache = self._absorbed(q_nope, q_rope, row, cache, context, fresh)
+            if fresh is not None:
+                out = self._expanded(q_nope, q_rope, row, out, context, fresh)
             return self.o_proj(out.reshape(len(x), -1)), cache
 
     def _heat(self, q: jax.Array, context: StepContext) -> jax.Array:
@@ -139,6 +149,56 @@ class LatentAttention(nnx.Module):
         assert context.positions is not None
         factors = self.spec.temperature.factors(context.positions)[:, None, None]
         return (q.astype(jnp.float32) * factors).astype(q.dtype)
+
+    def _absorbed(
+        self,
+        q_nope: jax.Array,
+        q_rope: jax.Array,
+        row: jax.Array,
+        cache: jax.Array,
+        context: StepContext,
+        fresh: FreshRows | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write all latents, and attend to those of the cache: [T, N, V], in which fresh rows are
+        arbitrary. A step of fresh rows alone multiplies nothing by the absorbed matrices."""
+
+        def if_needed(product: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+            if fresh is None:
+                return product(x)
+            shape = jax.eval_shape(product, x)
+            return jax.lax.cond(
+                fresh.others_are_there, product, lambda _: jnp.zeros(shape.shape, shape.dtype), x
+            )
+
+        q = jnp.concatenate([if_needed(self.kv_b_proj.absorb, q_nope), q_rope], axis=-1)
+        latents, cache = self._attend(q, row, cache, context)
+        return if_needed(self.kv_b_proj.values, latents), cache
+
+    def _expanded(
+        self,
+        q_nope: jax.Array,
+        q_rope: jax.Array,
+        row: jax.Array,
+        out: jax.Array,
+        context: StepContext,
+        fresh: FreshRows,
+    ) -> jax.Array:
+        """Put the attention of fresh rows into out [T, N, V]. A step without them makes nothing."""
+        form = self.spec.expanded
+        assert form is not None
+
+        def attend(q_nope: jax.Array, q_rope: jax.Array, row: jax.Array, out: jax.Array):
+            latent, k_rope = jnp.split(row, [self.spec.latent_size], axis=-1)
+            k_nope, v = self.kv_b_proj.keys_and_values(latent)
+            k_rope = jnp.broadcast_to(k_rope[:, None], q_rope.shape)
+            q, k = (
+                jnp.concatenate(parts, axis=-1) for parts in ((q_nope, q_rope), (k_nope, k_rope))
+            )
+            expanded = fresh.attend(form, q, k, v, self.spec.scale, context.mesh)
+            return jnp.where(fresh.has_tokens[:, None, None], expanded, out)
+
+        operands = (q_nope, q_rope, row, out)
+        return jax.lax.cond(fresh.are_there, attend, lambda *operands: operands[-1], *operands)
 
     def _attend(
         self, q: jax.Array, row: jax.Array, cache: jax.Array, context: StepContext
@@ -160,11 +220,12 @@ class LatentAttention(nnx.Module):
         )(*operands)
 
 
-class HeadMatrices(nnx.Module):
+class HeadMatrices(Product):
     """The matrices of each head that make keys and values of a latent.
 
     A checkpoint has those of a head in one tensor; here they are apart, since queries absorb the
-    ones, and outputs the others. The plan chooses the implementation of products with them.
+    ones, and outputs the others. The plan chooses the implementation of products with them:
+    `products` of what differs by head, and `matmul` of latents, which are the same for all heads.
     """
 
     products: HeadProducts = XLA_HEADS
@@ -184,3 +245,13 @@ class HeadMatrices(nnx.Module):
     def values(self, latents: jax.Array) -> jax.Array:
         """Weighted sums of latents [T, N, L] as those of values [T, N, V]."""
         return self.products.times_transposed(latents, self.v_weight[...])
+
+    def keys_and_values(self, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The keys [T, N, nope] and values [T, N, V] of latents [T, L]."""
+
+        def of_heads(weight: jax.Array) -> jax.Array:
+            num_heads, size, latent_size = weight.shape
+            made = self.matmul(latents, weight.reshape(-1, latent_size)).astype(latents.dtype)
+            return made.reshape(len(latents), num_heads, size)
+
+        return of_heads(self.k_weight[...]), of_heads(self.v_weight[...])

@@ -355,10 +355,12 @@ class CheckpointMap:
 
     def for_tensors(self, shapes: Mapping[str, Shape | None]) -> "CheckpointMap":
         """The map of the layout that a checkpoint with these tensors has."""
+        # The modules of weights, which may be stored as codes.
+        weights = {f"{name.rpartition('.')[0]}.weight" for name in shapes} | shapes.keys()
         for its in (self, *self.others):
             told = {its._tensor(parameter): shape for parameter, shape in its.told_shapes.items()}
-            if all(its._tensor(parameter) in shapes for parameter in its.told_by):
-                if all(shapes[tensor] == shape for tensor, shape in told.items()):
+            if all(its._tensor(parameter) in weights for parameter in its.told_by):
+                if all(shapes.get(tensor) == shape for tensor, shape in told.items()):
                     return its
         return self
 

@@ -2,13 +2,16 @@
 `experts` has the parameters w13_weight [E, 2, F, D], w2_weight [E, D, F] and their biases. Of
 experts without gates w13_weight is [E, 1, F, D]."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxllm.layers.moe import MoESpec
 from jaxllm.models.checkpoint_map import (
     Box,
+    CheckpointMap,
     Place,
     Rows,
     Rule,
@@ -21,6 +24,7 @@ from jaxllm.models.checkpoint_map import (
     ViewedAs,
     as_named,
 )
+from jaxllm.models.specs import Architecture
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,23 @@ def stacked_experts(
         return source if is_down else GateAndUp(source, alternates)
 
     return rule
+
+
+def stacked_or_each(
+    names: CheckpointMap, architecture: Architecture, stacked: Rule
+) -> CheckpointMap:
+    """The map for checkpoints that have all experts of a layer in two tensors, as releases in 16
+    bits, or each in tensors of its own, as those with codes."""
+    if not architecture.num_experts:
+        return names
+    layer = min(architecture.num_experts)
+    (name,) = {ffn.name for ffn in architecture.layers[layer].ffns if isinstance(ffn, MoESpec)}
+    told = f"model.layers.{layer}.{name}.experts.w2_weight"
+    names = dataclasses.replace(names, told_by=(*names.told_by, told))
+    first, other = (names.with_rules(experts=rule) for rule in (stacked, each_expert()))
+    if architecture.scheme is not None and architecture.scheme.reads_codes:
+        first, other = other, first
+    return dataclasses.replace(first, others=(other,))
 
 
 def router_with_bias_at(name: str, *, is_row: bool = False) -> Rule:

@@ -1,32 +1,26 @@
 """Reads the latent attention of a config.json, and says where a checkpoint has its weights."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.rope import RopeConfig
 from jaxllm.models.checkpoint_map import (
-    Box,
     CheckpointMap,
     Concat,
     InHalves,
     Place,
     Rows,
     Rule,
-    Shape,
     Source,
     Tensor,
-    Tensors,
     ViewedAs,
 )
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.rope_parameters import read_rope, rope_number
+from jaxllm.models.spans import Beside, Span
 from jaxllm.models.specs import Architecture
 
 _MAX_SIZE = 1 << 20  # of all heads of a layer together
@@ -177,42 +171,3 @@ def _of_heads(spec: LatentAttentionSpec) -> Rule:
         return Beside(of_heads, whole) if is_key and not isinstance(whole, Tensor) else of_heads
 
     return rule
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `first` up to `end` of a source, which `Beside` names."""
-
-    source: Source
-    first: int
-    end: int
-
-    @property
-    def shape(self) -> Shape:
-        return (self.end - self.first, *self.source.shape[1:])
-
-    def rows(self) -> Iterator[Rows]:
-        return iter(())
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        rows = slice(box[0].start + self.first, box[0].stop + self.first)
-        self.source.copy(tensors, (rows, *box[1:]), target)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A source that names the tensors of another one: all of its spans."""
-
-    source: Source
-    whole: Source
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    def rows(self) -> Iterator[Rows]:
-        yield from self.source.rows()
-        yield from self.whole.rows()
-
-    def copy(self, tensors: Tensors, box: Box, target: np.ndarray) -> None:
-        self.source.copy(tensors, box, target)

@@ -8,19 +8,11 @@ from jaxllm.errors import CheckpointError, UnsupportedModelError, shown
 from jaxllm.layers.gated_delta import GatedDeltaSpec
 from jaxllm.layers.mamba import GatedNormSpec, MambaSpec
 from jaxllm.layers.norm import RMSNormSpec
-from jaxllm.models.checkpoint_map import (
-    Concat,
-    Place,
-    Rows,
-    Rule,
-    Source,
-    Tensor,
-    ViewedAs,
-    as_named,
-)
+from jaxllm.models.checkpoint_map import Concat, Place, Rule, Source, ViewedAs, as_named
 from jaxllm.models.family import FULL
 from jaxllm.models.hf_config import HFConfig, check_size
 from jaxllm.models.read_moe import read_numbers
+from jaxllm.models.spans import in_spans
 
 LINEAR = "linear_attention"
 # Names of attention and of Mamba2 in older configs.
@@ -223,16 +215,14 @@ def from_groups(module: str, num_groups: int) -> Rule:
     def rule(place: Place) -> Source:
         rows = [piece[0] // num_groups for piece in place.pieces]
         whole = (sum(rows) * num_groups, *place.pieces[0][1:])
-        return _grouped(place.plain_tensor(module, whole), rows, num_groups)
+        starts = [sum(rows[:part]) for part in range(len(rows))]
+        return in_spans(
+            place.tensor(module, whole),
+            (
+                (group * sum(rows) + start, group * sum(rows) + start + count)
+                for start, count in zip(starts, rows, strict=True)
+                for group in range(num_groups)
+            ),
+        )
 
     return rule
-
-
-def _grouped(tensor: Tensor, rows: Sequence[int], num_groups: int) -> Source:
-    """The parts of a tensor one after the other; of each part, all groups."""
-    pieces, first = [], 0
-    for count in rows:
-        starts = [first + group * sum(rows) for group in range(num_groups)]
-        pieces += [Rows(tensor, start, start + count) for start in starts]
-        first += count
-    return Concat(tuple(pieces))

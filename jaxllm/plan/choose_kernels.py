@@ -151,6 +151,24 @@ def choose_low_rank(
         return XlaLowRank()
 
 
+def with_products(
+    architecture: Architecture,
+    chip: Chip,
+    library: Library | NoLibrary,
+    num_shards: int,
+    num_tokens: int,
+    dtype: Any,
+) -> Architecture:
+    """The architecture with what may multiply by its codes, if it has any."""
+    if (scheme := architecture.scheme) is None:
+        return architecture
+    of_step = (num_shards, num_tokens, dtype)
+    products = choose_products(
+        chip, library, architecture, *of_step, keeps_groups=scheme.keeps_groups
+    )
+    return architecture.with_products(products)
+
+
 def choose_products(
     chip: Chip,
     library: Library | NoLibrary,

@@ -89,7 +89,7 @@ class EnginePlan:
     eos_token_ids: tuple[int, ...]
     default_sampling_params: SamplingParams
     max_new_tokens: int | None
-    compile_at_start: bool
+    compiles: Literal["ahead", "behind", "late"]
     autotune_results: AutotuneResults | None
     graph_options: tuple[tuple[str, str], ...]
     speculation: Speculation | None = None
@@ -255,10 +255,12 @@ class EnginePlan:
                 module.row_sums = self.row_sums
             if isinstance(module, Product):
                 # CPUs are slow at products with 16-bit results.
-                rounds = isinstance(module, Linear) and self._rounds(module)
+                rounds = isinstance(module, HeadMatrices) or (
+                    isinstance(module, Linear) and self._rounds(module)
+                )
                 on_cpu = self.chip.platform == "cpu"
                 module.matmul = ROUNDED_XLA if rounds and not on_cpu else self.matmul
-            elif isinstance(module, HeadMatrices):
+            if isinstance(module, HeadMatrices):
                 module.products = self.head_products
             elif isinstance(module, Experts) and not isinstance(module, CodedExperts):
                 assert experts is not None

@@ -13,11 +13,12 @@ served with less: `gpu_graphs`.
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jaxllm_kernels.platform import Chip
 
+from jaxllm.config import CompilationConfig
 from jaxllm.errors import refused
 
 # What XLA may put into graphs, by the value of gpu_graphs. "whole" is in the chip's options.
@@ -59,6 +60,14 @@ class AutotuneResults:
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         return (("xla_gpu_load_autotune_results_from", self.path),)
+
+
+def when_to_compile(asked: CompilationConfig, chip: Chip) -> Literal["ahead", "behind", "late"]:
+    """When programs are compiled: before the first step, behind steps, or when one is needed.
+    Beside steps the times of products would be wrong."""
+    if asked.enforce_eager:
+        return "late"
+    return "behind" if asked.compile_behind and chip.platform != "gpu" else "ahead"
 
 
 def graph_options(graphs: str, chip: Chip) -> tuple[tuple[str, str], ...]:

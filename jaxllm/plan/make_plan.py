@@ -44,11 +44,11 @@ from jaxllm.plan.choose_kernels import (
     choose_head_products,
     choose_low_rank,
     choose_matmul,
-    choose_products,
     choose_row_sums,
     choose_sampling,
     free_padding,
     load_native_kernels,
+    with_products,
 )
 from jaxllm.plan.choose_kv_cache import of_draft, with_kv_cache
 from jaxllm.plan.choose_state_ops import choose_state_ops, encoder_ops
@@ -58,12 +58,13 @@ from jaxllm.plan.draft_model import plan_draft_model
 from jaxllm.plan.draft_plan import DraftPlan
 from jaxllm.plan.embeds import given_rows, plan_embeds
 from jaxllm.plan.engine_plan import EnginePlan
+from jaxllm.plan.expand_latents import with_expanded_latents
 from jaxllm.plan.generation_config import (
     read_default_sampling_params,
     read_eos_token_ids,
     read_max_new_tokens,
 )
-from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options
+from jaxllm.plan.gpu_compiler import AutotuneResults, graph_options, when_to_compile
 from jaxllm.plan.images import plan_images, with_images
 from jaxllm.plan.memory import own_device, size_kv_cache
 from jaxllm.plan.offload import plan_offload
@@ -136,15 +137,11 @@ def make_plan(
     of_step = (num_shards, max_num_batched_tokens, dtype)
 
     def products_of(architecture: Architecture) -> Architecture:
-        scheme = architecture.scheme
-        if scheme is None:
-            return architecture
-        products = choose_products(
-            chip, library, architecture, *of_step, keeps_groups=scheme.keeps_groups
-        )
-        return architecture.with_products(products)
+        return with_products(architecture, chip, library, *of_step)
 
     architecture = products_of(architecture)
+    if not model.batch_invariant:  # bits may not depend on how a prompt is cut
+        architecture = with_expanded_latents(architecture, chip, library, *of_step)
     block_size = config.cache.block_size or DEFAULT_BLOCK_SIZES[platform]
     speculation = choose_speculation(config, platform, max_num_seqs, max_num_batched_tokens)
 
@@ -390,7 +387,7 @@ def make_plan(
         ),
         default_sampling_params=read_default_sampling_params(model, model_dir),
         max_new_tokens=read_max_new_tokens(model, model_dir),
-        compile_at_start=not config.compilation.enforce_eager,
+        compiles=when_to_compile(config.compilation, chip),
         speculation=speculation,
         graph_options=graph_options(config.compilation.gpu_graphs, chip),
         autotune_results=AutotuneResults.read(results, chip) if results else None,

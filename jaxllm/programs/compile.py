@@ -21,6 +21,7 @@ from jaxllm.heap import trim_heap
 from jaxllm.logging import init_logger
 from jaxllm.plan.memory import format_bytes
 from jaxllm.plural import counted
+from jaxllm.programs.behind import CompileBehind
 from jaxllm.programs.progress import CompileProgress
 
 logger = init_logger(__name__)
@@ -107,7 +108,8 @@ class Store(Protocol):
 
 class Programs:
     """The executables of an engine by key. Those that are neither given nor in the store are
-    compiled at start (`compile_all`) or on first use."""
+    compiled at start (`compile_all`), behind the first steps (`compile_behind`), or on first use.
+    """
 
     def __init__(
         self,
@@ -118,14 +120,24 @@ class Programs:
         self._programs = dict(programs)
         self._compiled: dict[Hashable, Any] = dict(loaded or {})
         self._store = store
+        # Programs that a thread loads or compiles on first use. Only one at a time is lowered.
+        self._being_made: dict[Hashable, Future] = {}
+        self._lock, self._lowering = threading.Lock(), threading.Lock()
+        self._behind: CompileBehind | None = None
 
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._load(key) or self._compile_now(key)
-            self._compiled[key] = compiled
-            trim_heap()
-        return compiled
+        return self._make(key) if compiled is None else compiled
+
+    def compile_behind(self) -> None:
+        """Load or compile all programs in threads of their own, while steps run."""
+        missing = [key for key in self._programs if key not in self._compiled]
+        self._behind = CompileBehind(missing, self._make, _COMPILE_THREADS)
+
+    def stop(self) -> None:
+        """Compile nothing more behind the steps."""
+        if self._behind is not None:
+            self._behind.stop()
 
     def compile_all(self) -> CompileReport:
         """Load the stored programs and compile the rest: this thread lowers them one by one, and
@@ -164,15 +176,33 @@ class Programs:
     def _load(self, key: Hashable) -> jax.stages.Compiled | None:
         return self._store.load(key) if self._store else None
 
+    def _make(self, key: Hashable) -> jax.stages.Compiled:
+        """Load or compile a program on first use, or wait for the thread that does."""
+        future = Future()
+        with self._lock:
+            its = self._being_made.setdefault(key, future)
+        if its is future:
+            try:
+                compiled = self._load(key) or self._compile_now(key)
+            except BaseException as error:
+                its.set_exception(error)
+            else:
+                self._compiled[key] = compiled
+                its.set_result(compiled)
+                trim_heap()
+        return its.result()
+
     def _compile_now(self, key: Hashable) -> jax.stages.Compiled:
-        """Compile a program on first use, if `compile_all` was not called."""
-        logger.info(
-            "compiling %s, now that it is needed; %d of %d programs are there",
-            key,
-            len(self._compiled),
-            len(self._programs),
-        )
-        return self._compile(key, self._programs[key].lower())
+        if self._behind is None:
+            logger.info(
+                "compiling %s, now that it is needed; %d of %d programs are there",
+                key,
+                len(self._compiled),
+                len(self._programs),
+            )
+        with self._lowering:
+            lowered = self._programs[key].lower()
+        return self._compile(key, lowered)
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         program, before = self._programs[key], compilation_counter.anew_here
@@ -210,6 +240,7 @@ class CompilationCounter:
     def _on_duration(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == self._COMPILE:
             self._of_thread.anew = self.anew_here + 1
+            self._of_thread.all = self.compiles_here + 1
             with self._lock:
                 self.compiles += 1
 
@@ -224,6 +255,11 @@ class CompilationCounter:
         """The number of programs that were compiled without a cache hit."""
         with self._lock:
             return self.compiles - self.cache_hits
+
+    @property
+    def compiles_here(self) -> int:
+        """The number of programs that this thread has compiled, including cache hits."""
+        return getattr(self._of_thread, "all", 0)
 
     @property
     def anew_here(self) -> int:

@@ -27,7 +27,7 @@ from jaxllm.speculative_config import Speculation
 # other field does, also a new one.
 _NOT_IN_PROGRAMS = {
     "model_name", "model_dir", "load_format", "seed", "eos_token_ids", "default_sampling_params",
-    "max_new_tokens", "compile_at_start", "program_bundle", "offload",
+    "max_new_tokens", "compiles", "program_bundle", "offload",
     "between",
 }  # fmt: skip
 # XLA flags that change no program. JAX sets the last one on a TPU VM; the chip's compiler options

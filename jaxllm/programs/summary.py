@@ -7,6 +7,7 @@ from jaxllm_kernels.dense.api import XLA
 from jaxllm_kernels.mla.api import LatentConfig
 
 from jaxllm.cache_groups import describe_groups, describe_room, shown_lengths
+from jaxllm.layers.latent_attention import LatentAttentionSpec
 from jaxllm.plan.engine_plan import EnginePlan
 from jaxllm.plan.int4 import bytes_as_int4
 from jaxllm.plan.memory import format_bytes
@@ -19,8 +20,20 @@ def _attention(plan: EnginePlan) -> str:
         assert plan.state_ops is not None
         return f"attention to whole texts {plan.state_ops.self_attention.name!r}"
     keep_latents = any(isinstance(config, LatentConfig) for config in plan.attention_configs)
-    kind = "latent attention" if keep_latents else "attention"
-    return f"{kind} {plan.attention.name!r}"
+    if not keep_latents:
+        return f"attention {plan.attention.name!r}"
+    return f"latent attention {plan.attention.name!r}{_expanded(plan)}"
+
+
+def _expanded(plan: EnginePlan) -> str:
+    """How whole prompts are computed in models with latents."""
+    mixers = (mixer for layer in plan.architecture.layers for mixer in layer.mixers)
+    forms = {mixer.expanded for mixer in mixers if isinstance(mixer, LatentAttentionSpec)}
+    return "".join(
+        f", with keys and values by {form.op.name!r} for prompts of {form.fewest_tokens} tokens on"
+        for form in forms
+        if form is not None
+    )
 
 
 def _images(plan: EnginePlan) -> str:

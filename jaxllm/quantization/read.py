@@ -34,7 +34,7 @@ from jaxllm.quantization.scheme import Scheme
 from jaxllm.quantization.storages import Bytes
 
 # Linear layers that stay as they are if the user asks for codes, as vLLM has it.
-_NEVER = (r".*\.shared_expert_gate$", "lm_head$", r".*\.lm_head$")
+_NEVER = (r".*\.shared_expert_gate$",)
 # What is made of weights of 16 bits: a scale per output, or per group.
 _AT_LOAD = {
     "int8": CodeForm(codes="int8"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.quantization.form import Storage
+from jaxllm.quantization.made import AtLoad
 from jaxllm.quantization.products import Products
 
 
@@ -48,6 +49,11 @@ class Scheme:
         if any(map(matches, self.ignored)):
             return None
         return next((storage for pattern, storage in self.storages if matches(pattern)), None)
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the checkpoint has codes, which are not made of its weights."""
+        return not all(isinstance(storage, AtLoad) for _, storage in self.storages)
 
     def keeping_groups(self) -> "Scheme":
         """The scheme whose weights are held in the groups that the checkpoint has."""

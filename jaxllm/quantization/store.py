@@ -25,7 +25,8 @@ _UNUSED = (
     r".*\.weight_(shape|format)",
 )
 _HEAD = "lm_head"
-# A tower has few weights, and they are read once for an image: they become no codes.
+# A tower has few weights, and they are read once for an image: they become no codes. Neither does
+# a head, to which answers are most sensitive.
 _TOWER = "tower."
 
 
@@ -50,7 +51,9 @@ def store_codes(
         if kind is None:
             continue
         storage = scheme.storage_of(names.modules(f"{name}.{leaf}", pieces))
-        if storage is None or (name.startswith(_TOWER) and isinstance(storage, AtLoad)):
+        if storage is None:
+            continue
+        if isinstance(storage, AtLoad) and (kind is CodedHead or name.startswith(_TOWER)):
             continue
         if kind is CodedHead and module.looks_up:
             raise UnsupportedModelError(

@@ -1,37 +1,32 @@
 """Writes a checkpoint with codes for the weights of linear layers, as compressed-tensors has it.
 
 The weights of a checkpoint are read, made into codes and written one after the other. All else is
-copied. Which tensors are weights of linear layers, the model's own map of its checkpoint says.
+copied. A layer's experts are written one by one, also if the checkpoint has them in one tensor.
 """
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from flax import nnx
 
 from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
-from jaxllm.layers.linear import Linear
-from jaxllm.layers.moe import Experts
-from jaxllm.layers.router import Router
-from jaxllm.models.architecture import read_architecture
-from jaxllm.models.checkpoint_map import Concat, Rows, Source, Stack, Tensor
-from jaxllm.models.registry import ModelRegistry
+from jaxllm.models.checkpoint_map import Shape
+from jaxllm.quantization.coded_matrices import WEIGHT, Matrix, check_read, find_matrices
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.loader import parameters_of, sources_of
 
 Format = Literal["int8", "fp8", "int4"]
 FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
+_PACKED = ("weight_packed", "weight_shape", "weight_scale")
+_LEAVES = {"int8": _PACKED, "fp8": ("weight", "weight_scale"), "int4": _PACKED}
+_ALTERNATIVE = "`jaxllm convert --quantization` writes what an engine holds of it"
 _FILE_BYTES = 2 << 30  # about; a file holds whole tensors
 _ROWS_AT_ONCE = 1024
-_WEIGHT = ".weight"
-_NEVER = ".shared_expert_gate.weight"  # of one output
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Shares of the largest weight of a group that the largest code may stand for. What is above it is
 # cut, which may cost less than coarser steps for all others.
@@ -64,89 +59,88 @@ def write_quantized(model_dir: Path, out: Path, kind: Format, *, group_size: int
         raise ValidationError(
             f"{model_dir} is quantised already; give the checkpoint that it was made of"
         )
-    linear = _linear_weights(config)
-    out.mkdir(parents=True, exist_ok=True)
     with Checkpoint(model_dir) as checkpoint:
+        shapes = {name: its.shape for name, its in checkpoint.tensors.items()}
+        found = find_matrices(config, shapes)
+        coded = {
+            name: matrices
+            for name, matrices in found.of_tensors.items()
+            if all(_group(its.shape[1], kind, group_size) for its in matrices)
+        }
+        if not coded:
+            raise UnsupportedModelError(
+                f"{model_dir} has no weights [out, in] of linear layers whose inputs are a "
+                f"multiple of {group_size}; {_ALTERNATIVE}"
+            )
+        ignored = _modules_of(shapes.keys() - coded.keys(), shapes, found.head)
+        described = config | {"quantization_config": _describe(kind, group_size, ignored)}
+        modules = [its.module for matrices in coded.values() for its in matrices]
+        written = {f"{module}.{leaf}" for module in modules for leaf in _LEAVES[kind]}
+        try:
+            check_read(described, (shapes.keys() - coded.keys()) | written)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{model_dir} cannot be written with codes: {error}; {_ALTERNATIVE}"
+            ) from error
+        out.mkdir(parents=True, exist_ok=True)
         before = sum(its.num_bytes for its in checkpoint.tensors.values())
         writer = _Writer(out)
-        errors, kept = [], []
+        errors = []
         for name in checkpoint.tensors:
-            weights = checkpoint.read(name)
-            if name not in linear or weights.ndim != 2 or _group(weights, kind, group_size) is None:
-                writer.add(name, np.array(weights))
-                kept.append(name)
-            else:
-                module = name.removesuffix(_WEIGHT)
-                leaves, error = _as_codes(weights, kind, _group(weights, kind, group_size) or 0)
+            for matrix in coded.get(name, ()):
+                group = _group(matrix.shape[1], kind, group_size) or 0
+                leaves, error = _as_codes(matrix, checkpoint, kind, group)
                 for leaf, values in leaves.items():
-                    writer.add(f"{module}.{leaf}", values)
-                errors.append(LayerError(module, error))
+                    writer.add(f"{matrix.module}.{leaf}", values)
+                errors.append(LayerError(matrix.module, error))
+            if name not in coded:
+                writer.add(name, np.array(checkpoint.read(name)))
             checkpoint.release(name)
-        shapes = {name: checkpoint.tensors[name].shape for name in kept}
-    if not errors:
-        raise UnsupportedModelError(
-            f"{model_dir} has no linear layer whose inputs are a multiple of {group_size}"
-        )
     after = writer.finish()
-    ignored = sorted(
-        name.removesuffix(_WEIGHT)
-        for name, shape in shapes.items()
-        if name.endswith(_WEIGHT) and len(shape) == 2 and "embed" not in name
-    )
-    # A tied head has no tensor, and is a linear layer in other programs.
-    ignored = sorted({*ignored, "lm_head"})
-    described = config | {"quantization_config": _describe(kind, group_size, ignored)}
     (out / _CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     _copy_others(model_dir, out)
-    return Written(errors=tuple(errors), num_kept=len(kept), bytes_before=before, bytes_after=after)
+    return Written(
+        errors=tuple(errors),
+        num_kept=len(shapes) - len(coded),
+        bytes_before=before,
+        bytes_after=after,
+    )
 
 
-def _linear_weights(config: dict[str, Any]) -> set[str]:
-    """The names of tensors that are weights [out, in] of linear layers or of single experts."""
-    architecture = read_architecture(config)
-    if ModelRegistry.has_own_class(architecture.name):
-        raise UnsupportedModelError(f"{architecture.name} runs by a class of its own")
-    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
-    modules = {
-        ".".join(map(str, path))
-        for path, module in nnx.iter_graph(model)
-        if isinstance(module, Linear | Experts) and not isinstance(module, Router)
-    }
-    sources = sources_of(parameters_of(model), model.checkpoint_map)
-    return {
-        tensor.name
-        for name, source in sources.items()
-        if name.rpartition(".")[0] in modules
-        for tensor in _tensors(source)
-        if tensor.name.endswith(_WEIGHT) and not tensor.name.endswith(_NEVER)
-    }
+def _modules_of(kept: Set[str], shapes: Mapping[str, Shape], head: str | None) -> list[str]:
+    """The modules of kept tensors that may be linear layers in other programs. A tied head has no
+    tensor, and is one of them."""
+    return sorted(
+        {"lm_head"}
+        | {
+            name.removesuffix(WEIGHT)
+            for name in kept
+            if name.endswith(WEIGHT)
+            and len(shapes[name]) == 2
+            and ("embed" not in name or name == head)
+        }
+    )
 
 
-def _tensors(source: Source) -> Iterator[Tensor]:
-    """The tensors that a source has as they are: not transposed, nor seen in another shape."""
-    match source:
-        case Tensor():
-            yield source
-        case Rows(tensor=tensor):
-            yield tensor
-        case Concat(sources=sources) | Stack(sources=sources):
-            for one in sources:
-                yield from _tensors(one)
-
-
-def _group(weights: np.ndarray, kind: Format, group_size: int) -> int | None:
+def _group(num_inputs: int, kind: Format, group_size: int) -> int | None:
     """The inputs that share a scale; None: they cannot be divided."""
-    num_inputs = weights.shape[1]
     if kind == "int4":
         return group_size if num_inputs % group_size == 0 else None
     return num_inputs if kind == "fp8" or num_inputs % 4 == 0 else None
 
 
-def _as_codes(weights: np.ndarray, kind: Format, group: int) -> tuple[dict[str, np.ndarray], float]:
+def _as_codes(
+    matrix: Matrix, checkpoint: Checkpoint, kind: Format, group: int
+) -> tuple[dict[str, np.ndarray], float]:
     """The tensors of a module, and the relative error of what they stand for."""
+    *index, _, columns = matrix.box
+    num_rows, num_inputs = matrix.shape
     pieces, wrong, whole = [], 0.0, 0.0
-    for first in range(0, len(weights), _ROWS_AT_ONCE):
-        rows = weights[first : first + _ROWS_AT_ONCE].astype(np.float32)
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        end = min(first + _ROWS_AT_ONCE, num_rows)
+        rows = np.empty((end - first, num_inputs), np.float32)
+        target = rows.reshape(*[1] * len(index), *rows.shape)
+        matrix.source.copy(checkpoint, (*index, slice(first, end), columns), target)
         codes, scales = _round(rows.reshape(len(rows), -1, group), kind)
         stood_for = (codes.astype(np.float32) * scales[..., None]).reshape(rows.shape)
         wrong += float(np.square(stood_for - rows, dtype=np.float64).sum())

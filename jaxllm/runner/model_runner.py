@@ -143,10 +143,13 @@ class ModelRunner:
         self._encoders = {its.num_patches: its for its in encoder_layouts(plan)}
         declared = declare_programs(plan, self._packer.layouts)
         programs = Programs(declared, load_programs(plan, declared), ProgramStore.of(plan))
+        self._programs = programs
         self.startup = Phases()
+        if plan.compiles == "behind":
+            programs.compile_behind()
         with self.startup.timed("Load weights"):
             weights = self._load_weights()
-        if plan.compile_at_start:
+        if plan.compiles == "ahead":
             with self.startup.timed("Compile graphs"):
                 logger.info("compiled %s", programs.compile_all())
         with self.startup.timed("Allocate KV cache"):
@@ -185,7 +188,7 @@ class ModelRunner:
 
     def execute(self, schedule: Schedule) -> PendingStep:
         """Dispatch one step and return without waiting for it."""
-        compiles = compilation_counter.compiles
+        compiles = compilation_counter.compiles_here
         start = time.perf_counter()
         if schedule.moves is not None:
             self.mover().send(schedule.moves)
@@ -223,7 +226,7 @@ class ModelRunner:
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
         # Counted here, since another replica of this process may compile at other times.
-        self.num_compiles_after_warmup += compilation_counter.compiles - compiles
+        self.num_compiles_after_warmup += compilation_counter.compiles_here - compiles
         assert isinstance(outputs, StepOutputs)
         self._newest = PendingStep(schedule, packed.bucket, outputs, drafts)
         return self._newest
@@ -241,7 +244,7 @@ class ModelRunner:
         """Sample the late rows of the newest step, and return without waiting for it."""
         step = self._newest
         assert step is not None, "no step was executed"
-        compiles = compilation_counter.compiles
+        compiles = compilation_counter.compiles_here
         outputs = step.outputs
         assert outputs.logprobs is not None, "the engine pools"
         assert outputs.logits is not None, "the plan has no late rows"
@@ -252,7 +255,7 @@ class ModelRunner:
         # In a program for decodes no row has drafts.
         kept = outputs.kept if key.num_drafts else ()
         left = self._model.sample_late(key, left, Unsampled(outputs.logits, kept), packed)
-        self.num_compiles_after_warmup += compilation_counter.compiles - compiles
+        self.num_compiles_after_warmup += compilation_counter.compiles_here - compiles
         step.send(
             dataclasses.replace(
                 outputs,
@@ -290,9 +293,10 @@ class ModelRunner:
             self._mover.begin_to_close()
 
     def end_threads(self) -> None:
-        """Wait until files of blocks that had none are written, or a while, and read no more
-        adapters."""
+        """Wait until files of blocks that had none are written, or a while. Read no more adapters,
+        and compile nothing more."""
         self.begin_to_end()
+        self._programs.stop()
         if self._mover is not None:
             self._mover.close()
         if self._shelf is not None:

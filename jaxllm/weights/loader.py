@@ -213,7 +213,7 @@ def _log_ignored(checkpoint: OpenCheckpoint, unused: set[str], names: Checkpoint
     if ignored:
         size = sum(checkpoint.tensors[name].num_bytes for name in ignored)
         logger.info(
-            "left out %s of the checkpoint (%.2f GiB), which the decoder of text does not use: %s",
+            "left out %s of the checkpoint (%.2f GiB), which this model does not use: %s",
             counted(len(ignored), "tensor"),
             size / 2**30,
             some_of(ignored),

@@ -1,10 +1,14 @@
 """Engines whose layers keep latents: what an engine does with the cache changes no token."""
 
+import logging
+
 import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import ValidationError
+from jaxllm.plan import expand_latents
 from jaxllm.testing import make_tiny_checkpoint
+from tests.heads import add_mtp
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, logprobs=1, ignore_eos=True)
 OPTIONS = {
@@ -51,6 +55,33 @@ def test_cached_is_cold(base, expected, assert_same):
 def test_chunked_is_whole(model, expected, assert_same):
     llm = LLM(model, **OPTIONS, long_prefill_token_threshold=7)
     assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+@pytest.fixture
+def expands(monkeypatch):
+    """The engine expands prompts of so many tokens, or what a step has of their beginnings."""
+    monkeypatch.setattr(expand_latents, "fewest_tokens", lambda spec: 12)
+
+
+def test_expanded_is_absorbed(model, expected, expands, assert_same, caplog):
+    """Whole prompts beside others, beginnings of prompts, and what follows them."""
+    with caplog.at_level(logging.INFO):
+        llm = LLM(model, **OPTIONS | {"max_num_batched_tokens": 64})
+    assert "for prompts of 12 tokens on" in caplog.text
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+    # Behind cached blocks, too.
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+def test_a_head_that_drafts_expands_prompts_as_well(tmp_path, expected, expands, assert_same):
+    model = make_tiny_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    add_mtp(model)
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    llm = LLM(str(model), **OPTIONS, speculative_config=drafts)
+    drafted = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_same(drafted, expected)
+    stats = llm.llm_engine.stats()
+    assert stats.num_draft_tokens > 0
 
 
 def test_preempted_is_undisturbed_with_the_reference(model, expected, assert_same):

@@ -44,6 +44,7 @@ def assert_correct(backend, case: Case, dtype: str, capfd) -> None:
     result = run_case(backend, case, dtype, history_backend=history_backend)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
+    assert not (case.fewest_fresh and result.attends_fresh)
     assert_no_races(capfd)
 
 
@@ -75,6 +76,7 @@ SMALL_CASES = [
     small("page_borders", ((1, 16), (1, 33), (16, 16), (16, 32), (8, 64), (5, 69))),
     # One row has more blocks than there are teams, so that every team has a part of it.
     small("a_long_row", ((1, 192),)),
+    small("fresh_rows", ((1, 40), (20, 20), (15, 15), (16, 50)), fewest_fresh=16),
     small("decodes", ((1, 1), (1, 17), (1, 180)), num_tokens=6, decode_only=True),
     small("all_padding_decodes", (), num_tokens=6, decode_only=True),
     # Teams of two, whose tiles end in the middle of a token.

@@ -21,6 +21,7 @@ def assert_correct(backend, case, dtype):
     result = run_case(backend, case, dtype)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
+    assert not (case.fewest_fresh and result.attends_fresh), "it takes time for fresh rows"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -34,7 +35,9 @@ def test_reference_is_right(name):
 
 
 @pytest.mark.parametrize("backend", [SMALL, BATCHED], ids=lambda backend: backend.name)
-@pytest.mark.parametrize("name", ["mixed", "decodes", "page_borders", "rows_without_tokens"])
+@pytest.mark.parametrize(
+    "name", ["mixed", "decodes", "page_borders", "rows_without_tokens", "fresh_rows"]
+)
 def test_xla_is_right_with_other_tiles(backend, name):
     assert_correct(backend, BY_NAME[name], "float32")
 

@@ -11,7 +11,7 @@ from tests.kernels.test_native_attention import TOLERANCES, on_processors
 
 BY_NAME = {case.name: case for case in CASES}
 # What other processors' code always runs.
-OFTEN = ("mixed", "sizes_of_deepseek")
+OFTEN = ("mixed", "sizes_of_deepseek", "fresh_rows")
 
 
 def is_often(processor: int, name: int, dtype: int) -> bool:
@@ -29,6 +29,7 @@ def test_cases_are_right(backend, name, dtype):
     result = run_case(backend, BY_NAME[name], dtype)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
+    assert not (BY_NAME[name].fewest_fresh and result.attends_fresh)
 
 
 @pytest.mark.parametrize("any_library", ["native"], indirect=True)

@@ -29,7 +29,7 @@ SHORT = Case(
     num_heads=4,
 )
 # Each shape of a program takes seconds to emulate. The tests below cover the other cases together.
-RUN_ALWAYS = {"mixed", "decodes", "all_padding_decodes"}
+RUN_ALWAYS = {"mixed", "decodes", "all_padding_decodes", "fresh_rows"}
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,7 @@ def assert_correct(backend: TpuLatentBackend, case: Case, dtype: str) -> None:
     result = run_case(backend, case, dtype)
     assert result.all_finite
     assert result.error < TOLERANCES[dtype]
+    assert not (case.fewest_fresh and result.attends_fresh)
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found
 

@@ -24,6 +24,8 @@ HEADS = {
     "a key's queries in parts": {"num_heads": 16, "num_kv_heads": 1, "head_size": 128},
     "two keys' queries in parts": {"num_heads": 14, "num_kv_heads": 2, "head_size": 80},
     "large": {"num_heads": 3, "num_kv_heads": 1, "head_size": 256},
+    "of latents": {"num_heads": 2, "num_kv_heads": 2, "head_size": 192, "value_size": 128}
+    | {"causal": True, "left_out": (1, 2)},
 }
 # A score is a sum of as many products as a head has numbers, and its rounding error becomes a
 # relative error of weights. So in float32 these have larger errors than the small heads of CASES:
@@ -35,8 +37,10 @@ FLOAT32_TOLERANCES = {
     "a key's queries in parts": 5e-6,
     "two keys' queries in parts": 3.5e-6,
     "large": 5e-6,
+    "of latents": 5e-6,
 }
-ALWAYS = {"short rows", "grouped heads", "a long reach", "no even number of tokens"}
+ALWAYS = {"short rows", "a long reach", "no even number of tokens"}
+ALWAYS |= {"causal, grouped, and larger values", "rows left out"}
 
 
 @emulated
@@ -53,12 +57,14 @@ def test_cases(name):
     ("name", "dtype", "op"),
     [
         ("two keys' queries in parts", "bfloat16", OP),
+        ("of latents", "float32", OP),
         *(
             pytest.param(name, dtype, op, marks=pytest.mark.sweep)
             for name in HEADS
             for dtype in TOLERANCES
             for op in (OP, TWO_CORES)
-            if (name, dtype, op) != ("two keys' queries in parts", "bfloat16", OP)
+            if (name, dtype, op)
+            not in (("two keys' queries in parts", "bfloat16", OP), ("of latents", "float32", OP))
         ),
     ],
     ids=lambda value: value.chip if isinstance(value, TpuSelfAttention) else value,
@@ -113,6 +119,8 @@ def test_keys_that_no_tile_sees_are_not_computed():
         ((32, 8, 128), 2048, "v4", KernelSizes(256, 256, 1, 4, 2)),
         # Queries of a key in parts.
         ((64, 1, 128), 64, "v6e", KernelSizes(128, 128, 1, 8, 2)),
+        # Of latents, whose values are smaller: DeepSeek V3 over eight chips.
+        ((16, 16, 192, 128), 8192, "v6e", KernelSizes(256, 256, 2, 2, 2)),
         # A part of them, since all leave no room for keys.
         ((3, 1, 256), 2048, "v4", KernelSizes(256, 256, 1, 1, 1)),
     ],
@@ -126,6 +134,7 @@ def test_sizes(heads, num_tokens, chip, expected):
     [
         ({"dtype": "float16"}, "dtype='float16' is not bfloat16 or float32"),
         ({"head_size": 512}, "heads of 512 are no multiple of 8 up to 256"),
+        ({"value_size": 68}, "heads of 68 are no multiple of 8 up to 256"),
         ({"num_tokens": 1 << 18}, "keys and values of 262144 tokens do not fit into VMEM"),
     ],
 )

@@ -24,12 +24,14 @@ from jaxllm.cache_config import CacheConfig
 from jaxllm.cache_groups import window_of
 from jaxllm.layers.attention import cache_axes
 from jaxllm.layers.context import MixerConfig, StepContext
+from jaxllm.layers.expanded_latents import ExpandedForm
 from jaxllm.layers.state import StateConfig, StateOps
 from jaxllm.models.architecture import read_architecture
 from jaxllm.models.registry import ModelRegistry
 from jaxllm.models.whole_experts import with_whole_experts
 from jaxllm.parallel.sharding import make_mesh, num_pieces, sharding
 from jaxllm.plan.choose_kv_cache import with_kv_cache
+from jaxllm.plan.expand_latents import with_forms
 from jaxllm.quantization.config_file import read_config
 from jaxllm.quantization.products import Products
 from jaxllm.weights.loader import load_weights
@@ -110,6 +112,9 @@ class SingleRow:
         )
         if spreads_experts:
             self.architecture = with_whole_experts(self.architecture)
+        # Whole prompts are expanded; what goes on behind a chunk, and single tokens, are absorbed.
+        expanded = ExpandedForm(op=XlaSelfAttention(), fewest_tokens=2)
+        self.architecture = with_forms(self.architecture, lambda _: expanded)
         if products is not None:
             self.architecture = self.architecture.with_products(products)
         model_class = ModelRegistry.resolve([self.architecture.name])

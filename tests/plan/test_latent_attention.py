@@ -14,7 +14,9 @@ from jaxllm_kernels.ragged_paged_attention.api import AttentionConfig, BatchLimi
 from jaxllm.config import EngineArgs
 from jaxllm.errors import UnsupportedModelError
 from jaxllm.plan.choose_kernels import choose_attention
+from jaxllm.plan.expand_latents import fewest_tokens, with_expanded_latents
 from jaxllm.plan.make_plan import make_plan
+from jaxllm.programs.declare import declare_programs, make_packer
 from jaxllm.programs.report import roofline
 from jaxllm.programs.summary import summary
 from jaxllm.testing import make_tiny_checkpoint
@@ -41,6 +43,59 @@ def test_layers_keep_a_padded_row_for_each_token(model, name, width):
     (group,) = plan.cache_groups
     assert (group.window, group.num_blocks) == (None, 64)
     assert f"latent attention '{name}'" in summary(plan)
+
+
+def latent_specs(plan):
+    return {mixer for layer in plan.architecture.layers for mixer in layer.mixers}
+
+
+def test_prompts_of_many_tokens_have_keys_and_values(model):
+    """Of 2 * 32 * 28 products for a token and 36 fewer for a pair, where it sees half of them."""
+    plan = make_plan(EngineArgs(model, **OPTIONS, max_num_batched_tokens=64))
+    (spec,) = latent_specs(plan)
+    assert spec.expanded.fewest_tokens == 50
+    assert f"keys and values by '{spec.expanded.op.name}' for prompts of 50 tokens" in summary(plan)
+    assert {config.fewest_fresh for config in plan.attention_configs} == {50}
+
+
+def test_programs_of_short_steps_and_of_decodes_have_no_second_form(model):
+    options = OPTIONS | {"native_kernels": True}
+    plan = make_plan(EngineArgs(model, **options, max_num_batched_tokens=64, max_num_seqs=8))
+    (spec,) = latent_specs(plan)
+    name = "jaxllm_self_attention" if spec.expanded.op.name == "native" else "latent_expanded"
+    programs = declare_programs(plan, make_packer(plan).layouts)
+    has = {bucket: name in programs[bucket].lower().as_text() for bucket in plan.buckets}
+    assert has == {
+        bucket: not bucket.decode_only and bucket.num_tokens >= 50 for bucket in plan.buckets
+    }
+    assert set(has.values()) == {True, False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 49}, {"max_num_batched_tokens": 64, "batch_invariant": True}],
+    ids=["no prompt has so many tokens in a step", "the same bits in every chunk"],
+)
+def test_all_rows_are_computed_alike(model, options):
+    plan = make_plan(EngineArgs(model, max_num_seqs=8, **OPTIONS, **options))
+    (spec,) = latent_specs(plan)
+    assert spec.expanded is None
+    assert "for prompts of" not in summary(plan)
+
+
+def test_where_latents_are_no_larger_than_keys_and_values_none_are_made(model):
+    (spec,) = latent_specs(make_plan(EngineArgs(model, **OPTIONS)))
+    assert fewest_tokens(dataclasses.replace(spec, latent_size=14)) is None
+    deepseek = dataclasses.replace(spec, latent_size=512, nope_size=128, v_head_size=128)
+    assert fewest_tokens(deepseek) == 342
+
+
+def test_a_chip_without_a_kernel_computes_all_rows_alike_and_says_why(model, caplog):
+    (spec,) = latent_specs(plan := make_plan(EngineArgs(model, **OPTIONS)))
+    del spec
+    same = with_expanded_latents(plan.architecture, CHIPS["h200"], NONE, 1, 64, "bfloat16")
+    assert same == plan.architecture
+    assert "latent attention: whole prompts as what goes on from the cache, since" in caplog.text
 
 
 def test_every_device_has_all_latents(model):

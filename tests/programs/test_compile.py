@@ -1,3 +1,6 @@
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +90,66 @@ def test_program_is_compiled_when_first_needed_if_not_at_start(cache):
     assert compilation_counter.compiles == before + 1
     compiled["double"](np.ones(4, np.float32))
     assert compilation_counter.compiles == before + 1
+
+
+def of_functions(**functions) -> Programs:
+    """Programs of functions of one number. Behind steps the last one is made first."""
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    return Programs(
+        {
+            name: Program(name=name, function=function, arguments=(shape,), donate=())
+            for name, function in functions.items()
+        }
+    )
+
+
+def test_every_program_is_compiled_once_behind_the_steps_or_in_one():
+    traced = []
+
+    def function(name):
+        return lambda x: (traced.append(name), x + 1)[1]
+
+    names = [f"p{i}" for i in range(6)]
+    compiled = of_functions(**{name: function(name) for name in names})
+    compiled.compile_behind()
+    assert [compiled[name](2.0) for name in names] == [3.0] * 6
+    compiled.stop()
+    assert sorted(traced) == names
+
+
+def test_nothing_more_is_compiled_behind_an_engine_that_ends():
+    traced, is_told, go = [], threading.Event(), threading.Event()
+
+    def last(x):
+        is_told.set()
+        assert go.wait(60)
+        return x
+
+    compiled = of_functions(
+        **{f"p{i}": lambda x: (traced.append(x), x)[1] for i in range(9)}, last=last
+    )
+    compiled.compile_behind()
+    assert is_told.wait(60)
+    stopping = threading.Thread(target=compiled.stop)
+    stopping.start()
+    while not compiled._behind._stopping.is_set():
+        time.sleep(0.01)
+    go.set()
+    stopping.join(60)
+    assert not stopping.is_alive() and len(traced) < 9
+    assert compiled["last"](2.0) == 2.0
+
+
+def test_who_needs_a_program_that_cannot_be_compiled_gets_the_error():
+    def wrong(x):
+        raise RuntimeError("no such program")
+
+    compiled = of_functions(right=lambda x: x, wrong=wrong)
+    compiled.compile_behind()
+    assert compiled["right"](2.0) == 2.0
+    with pytest.raises(RuntimeError, match="no such program"):
+        compiled["wrong"]
+    compiled.stop()
 
 
 def test_what_the_compiler_has_freed_is_given_back_whenever_it_has_run(cache, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 from jaxllm_kernels.topology import topology_devices
@@ -78,12 +79,41 @@ def sweep(*values):
 def test_a_step_copies_no_latents_and_exchanges_none(
     family, sizes, slice_name, num_shards, decodes, tmp_path
 ):
+    # Not the size of anything else, so that no activation has the shape of a weight.
+    hlo = compile_step(family, sizes, slice_name, num_shards, decodes, 160, tmp_path)
+    assert "ragged_self_attention" not in hlo
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "slice_name", "num_shards"),
+    [
+        ("deepseek_v3", DEEPSEEK_V3, "v6e-8", 8),
+        sweep("deepseek_v3", DEEPSEEK_V3, "v7x-8", 8),
+        sweep("deepseek_v3", DEEPSEEK_V3, "v5e-8", 8),
+        sweep("glm4_moe_lite", GLM_4_7_FLASH, "v6e-1", 1),
+        sweep("glm4_moe_lite", GLM_4_7_FLASH, "v5e-1", 1),
+        sweep("glm4_moe_lite", GLM_4_7_FLASH, "v7x-8", 4),
+    ],
+)
+def test_a_step_with_whole_prompts_copies_no_latents(
+    family, sizes, slice_name, num_shards, tmp_path
+):
+    hlo = compile_step(family, sizes, slice_name, num_shards, False, 1184, tmp_path, max_num_seqs=8)
+    # A call for each layer, in a conditional. With more rows, short ones would be moved 128 tokens
+    # at a time, which have the shape of the matrices of 16 heads.
+    assert len(re.findall(r"%ragged_self_attention\S* = ", hlo)) == 2
+    assert len(re.findall(r" conditional\(", hlo)) >= 2
+
+
+def compile_step(
+    family, sizes, slice_name, num_shards, decodes, num_tokens, tmp_path, *, max_num_seqs=32
+):
+    """Compile the largest step, of decodes or a mixed one, and return its HLO."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(family) | sizes))
     args = EngineArgs(
         model=str(tmp_path),
-        max_num_seqs=32,
-        # Not the size of anything else, so that no activation has the shape of a weight.
-        max_num_batched_tokens=160,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=num_tokens,
         max_model_len=8192,
         # Caches must not fit into a TPU's VMEM: XLA would move them there and back.
         num_gpu_blocks_override=8003,
@@ -100,3 +130,4 @@ def test_a_step_copies_no_latents_and_exchanges_none(
     assert compiled.memory_analysis().alias_size_in_bytes >= plan.kv_cache_bytes
     # Every device has all latents, and writes those of a step itself.
     assert all(c.num_bytes < plan.kv_cache_bytes // 2 for c in collectives(hlo))
+    return hlo

@@ -13,7 +13,7 @@ from tests.quantization.formats import Format
 
 INT8, FLOAT8 = np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST = {INT8: 127.0, FLOAT8: 448.0}
-_NOT_LINEAR = ("embed_tokens", "lm_head", "norm", "router", "mlp.gate.", "moe.gate.")
+_NOT_LINEAR = ("embed_tokens", "embed_in", "lm_head", "norm", "router", "mlp.gate.", "moe.gate.")
 
 
 def compressed(kind: str, strategy: str, **others: Any) -> dict[str, Any]:

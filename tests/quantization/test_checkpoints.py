@@ -47,8 +47,9 @@ def test_logits_are_those_of_the_weights_that_codes_stand_for(name, tmp_path):
     np.testing.assert_allclose(model.logits(PROMPT), expected, atol=1e-4, rtol=0)
 
 
-# Tensors that are fused in the checkpoint, pairs that are rotated, biases, no gate.
-@pytest.mark.parametrize("family", ["phi3", "glm", "qwen2", "starcoder2"])
+# Tensors that are fused in the checkpoint, pairs that are rotated, biases, no gate; rows that are
+# in groups of heads.
+@pytest.mark.parametrize("family", ["phi3", "glm", "qwen2", "starcoder2", "gpt_neox", "qwen3_next"])
 @pytest.mark.parametrize("name", ["int8-channel", "fp8-deepseek"])
 def test_every_way_to_find_a_weight_finds_its_scales(name, family, tmp_path):
     config, dtype, block, stored = EIGHT_BITS[name]

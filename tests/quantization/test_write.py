@@ -8,13 +8,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxllm.cli.main import main
+from jaxllm.errors import UnsupportedModelError
+from jaxllm.models.registry import family_names
 from jaxllm.quantization.write import FORMATS, pack, write_quantized
 from jaxllm.testing import make_tiny_checkpoint
+from tests.draws import ENCODERS
 from tests.models.conftest import SingleRow
 
 PROMPT = [5, 77, 201, 9, 300, 41, 8, 123, 64, 250, 17]
 MOST = {"int8": 0.01, "fp8": 0.03, "int4": 0.12}  # relative errors of normal weights
 GROUP = 32
+# Rotated pairs are neighbours in checkpoints, and lie in halves once loaded: in layers of queries,
+# keys and values, and in latent ones. Llama 4 has all experts of a layer in two tensors.
+ALWAYS = ("cohere", "deepseek_v3", "llama4")
+# Weights that lie [in, out], or experts in one tensor that have no names of their own.
+REFUSED = ("gpt2", "gpt_oss", "granitemoe", "granitemoehybrid")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -61,6 +69,29 @@ def test_experts_are_written_and_what_is_left_is_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ALWAYS else pytest.param(family, marks=pytest.mark.sweep)
+        for family in family_names()
+        if family not in (*ENCODERS, *REFUSED)
+    ],
+)
+def test_what_is_written_answers_as_what_is_quantised_at_load(family, tmp_path):
+    source = make_tiny_checkpoint(tmp_path / "source", family)
+    write_quantized(source, tmp_path / "out", "int8")
+    expected = SingleRow(source, quantization="int8").logits(PROMPT)
+    np.testing.assert_allclose(SingleRow(tmp_path / "out").logits(PROMPT), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_could_not_be_read_is_not_written(family, tmp_path):
+    source = make_tiny_checkpoint(tmp_path / "source", family)
+    with pytest.raises(UnsupportedModelError, match="jaxllm convert --quantization"):
+        write_quantized(source, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_reports_and_refuses_what_it_cannot_do(tmp_path, capsys):
     source = str(make_tiny_checkpoint(tmp_path / "source"))
     report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
@@ -77,7 +108,10 @@ def test_the_command_reports_and_refuses_what_it_cannot_do(tmp_path, capsys):
             [source, str(tmp_path / "two"), "--format", "int4", "--group-size", "12"],
             "multiple of 8",
         ),
-        ([source, str(tmp_path / "two"), "--format", "int4", "--group-size", "256"], "no linear"),
+        (
+            [source, str(tmp_path / "two"), "--format", "int4", "--group-size", "256"],
+            "no weights [out, in] of linear layers",
+        ),
     ):
         assert main(["quantize", *arguments]) == 2
         assert error in capsys.readouterr().err

@@ -29,7 +29,7 @@ from jaxllm.models.checkpoint_map import (
     Source,
     Tensor,
 )
-from jaxllm.models.expert_tensors import stacked_experts
+from jaxllm.models.expert_tensors import stacked_experts, stacked_or_each
 from jaxllm.models.families.gemma2 import FULL, SLIDING, read_gemma, read_layer_types
 from jaxllm.models.family import Family, read_attention, read_mlp
 from jaxllm.models.harmless import AROUND_DECODER
@@ -248,10 +248,12 @@ def _checkpoint(architecture: Architecture) -> CheckpointMap:
         LLAMA_NAMES.with_rules(
             gate=_router,
             input_norm=lambda place: Tensor(f"{place.parent}.scale", place.pieces[0]),
-            experts=stacked_experts("experts.gate_up_proj", "experts.down_proj"),
         ),
         renamed={"per_layer_input": "", "per_layer_inputs": "", "moe": "", "gate": "router"},
         ignored=(*LLAMA_NAMES.ignored, *([unused] if borrowers else [])),
+    )
+    names = stacked_or_each(
+        names, architecture, stacked_experts("experts.gate_up_proj", "experts.down_proj")
     )
     if architecture.name != _IN_LARGER_MODEL:
         return names

@@ -8,9 +8,10 @@ those of a head are neighbours.
 from jaxllm.layers.attention import AttentionSpec
 from jaxllm.layers.norm import LayerNormSpec
 from jaxllm.models.blocks import PreNormBlock, TwoNormParallelBlock
-from jaxllm.models.checkpoint_map import CheckpointMap, Concat, Place, Rows, Source
+from jaxllm.models.checkpoint_map import CheckpointMap, Place, Source
 from jaxllm.models.family import Family, read_attention, read_decoder, read_mlp
 from jaxllm.models.hf_config import HFConfig
+from jaxllm.models.spans import in_spans
 from jaxllm.models.specs import Architecture, LayerSpec
 
 
@@ -41,9 +42,9 @@ def checkpoint(architecture: Architecture) -> CheckpointMap:
 
     def from_heads(place: Place) -> Source:
         rows = sum(piece[0] for piece in place.pieces)
-        tensor = place.plain_tensor("query_key_value", (rows, *place.pieces[0][1:]))
+        whole = place.tensor("query_key_value", (rows, *place.pieces[0][1:]))
         starts = [part * size + head * 3 * size for part in range(3) for head in range(num_heads)]
-        return Concat(tuple(Rows(tensor, start, start + size) for start in starts))
+        return in_spans(whole, ((start, start + size) for start in starts))
 
     return CheckpointMap(
         rules={"qkv_proj": from_heads},

@@ -15,7 +15,7 @@ from jaxllm.layers.norm import RMSNormSpec
 from jaxllm.layers.router import RouterSpec
 from jaxllm.models.around_decoder import inside_larger_model
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
-from jaxllm.models.expert_tensors import stacked_experts
+from jaxllm.models.expert_tensors import stacked_experts, stacked_or_each
 from jaxllm.models.families.smollm3 import read_rotated_layers
 from jaxllm.models.family import (
     FULL,
@@ -48,9 +48,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_local_experts": 16,
     "num_experts_per_tok": 1,
 }
-_NAMES = LLAMA_NAMES.with_rules(
-    experts=stacked_experts("experts.gate_up_proj", "experts.down_proj", is_transposed=True)
-).with_names(mlp="feed_forward", gate="router", shared_experts="shared_expert")
+_NAMES = LLAMA_NAMES.with_names(mlp="feed_forward", gate="router", shared_experts="shared_expert")
 
 
 def read(name: str, config: HFConfig) -> Architecture:
@@ -119,7 +117,11 @@ def _read_sparse_layers(config: HFConfig) -> set[int]:
 
 
 def _checkpoint(architecture: Architecture) -> CheckpointMap:
-    names = with_rotated_pairs(_NAMES, architecture)
+    names = stacked_or_each(
+        with_rotated_pairs(_NAMES, architecture),
+        architecture,
+        stacked_experts("experts.gate_up_proj", "experts.down_proj", is_transposed=True),
+    )
     return inside_larger_model(names) if architecture.name == _IN_LARGER_MODEL else names
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.layers.router import RouterSpec
 from jaxllm.models.checkpoint_map import LLAMA_NAMES, CheckpointMap
-from jaxllm.models.expert_tensors import stacked_experts
+from jaxllm.models.expert_tensors import stacked_experts, stacked_or_each
 from jaxllm.models.families.deepseek_v3 import HARMLESS, TINY, TINY_GAINS, YARN, read_with_experts
 from jaxllm.models.family import Family, read_temperature
 from jaxllm.models.hf_config import HFConfig
@@ -67,7 +67,7 @@ def read(name: str, config: HFConfig) -> Architecture:
 
 def checkpoint(architecture: Architecture) -> CheckpointMap:
     experts = stacked_experts("experts.gate_up_proj", "experts.down_proj")
-    return with_latents(LLAMA_NAMES, architecture).with_rules(experts=experts)
+    return stacked_or_each(with_latents(LLAMA_NAMES, architecture), architecture, experts)
 
 
 FAMILY = Family(

@@ -20,7 +20,7 @@ from jaxllm.models.checkpoint_map import (
     concatenated,
 )
 from jaxllm.models.draft_head import HeadSpec
-from jaxllm.models.expert_tensors import each_expert, stacked_experts
+from jaxllm.models.expert_tensors import stacked_experts, stacked_or_each
 from jaxllm.models.families import qwen3_next
 from jaxllm.models.families.qwen3_next import DRAFTS, read_hybrid, read_shared_moe
 from jaxllm.models.family import Family, read_mlp
@@ -105,7 +105,11 @@ def _names_of_layers(architecture: Architecture) -> CheckpointMap:
     names = LLAMA_NAMES.with_rules(
         in_proj_qkvz=_qkvz, in_proj_ba=concatenated("in_proj_b", "in_proj_a"), conv1d=taps
     )
-    return _with_experts(names) if architecture.name.startswith("Qwen3_5Moe") else names
+    return stacked_or_each(
+        names.with_names(shared_experts="shared_expert"),
+        architecture,
+        stacked_experts("experts.gate_up_proj", "experts.down_proj"),
+    )
 
 
 def _draft_head(architecture: Architecture) -> HeadSpec:
@@ -118,19 +122,6 @@ def _qkvz(place: Place) -> Source:
     *qkv, z = place.pieces
     rows = sum(piece[0] for piece in qkv), *z[1:]
     return Concat((place.tensor("in_proj_qkv", rows), place.tensor("in_proj_z", z)))
-
-
-def _with_experts(names: CheckpointMap) -> CheckpointMap:
-    """The map for experts in tensors of their own, or all of a layer in two, as in releases."""
-    names = dataclasses.replace(
-        names.with_names(shared_experts="shared_expert"),
-        told_by=(*names.told_by, "model.layers.0.mlp.experts.w2_weight"),
-    )
-    each, stacked = (
-        names.with_rules(experts=rule)
-        for rule in (each_expert(), stacked_experts("experts.gate_up_proj", "experts.down_proj"))
-    )
-    return dataclasses.replace(each, others=(stacked,))
 
 
 FAMILY = Family(

@@ -31,6 +31,10 @@ class LatentConfig:
     rope_size: int  # of the rotated key
     # Scores are scale * (q . row).
     scale: float
+    # Rows that have no context before this step and bring at least so many tokens, two or more, are
+    # *fresh*: the op writes them and need not attend. The caller has all that they see. 0: no
+    # row is.
+    fewest_fresh: int = 0
 
     # As in `AttentionConfig`: the size of queries and rows, that of outputs, and that a token sees
     # all tokens before it.
@@ -107,7 +111,8 @@ class LatentBackend(Protocol):
 
         Returns:
           The weighted sums of latents [T, N, L], of q's dtype, and the updated cache. Scores and
-          sums are float32. A token's result does not depend on other rows of the batch.
+          sums are float32. A token's result does not depend on other rows of the batch. Those of
+          fresh rows are arbitrary, and may be no numbers.
         """
         ...
 

@@ -39,6 +39,7 @@ class Case:
     rope_size: int = 8
     block_size: int = 16
     decode_only: bool = False
+    fewest_fresh: int = 0
 
     @property
     def config(self) -> LatentConfig:
@@ -48,6 +49,7 @@ class Case:
             rope_size=self.rope_size,
             # Large enough that weights differ clearly.
             scale=2 * (self.latent_size + self.rope_size) ** -0.5,
+            fewest_fresh=self.fewest_fresh,
         )
 
 
@@ -70,16 +72,24 @@ CASES = (
     Case(name="more_heads_than_lines", rows=_MIXED, num_heads=520),
     Case(name="rows_of_whole_lanes", rows=_MIXED, latent_size=96, rope_size=32),
     Case(name="sizes_of_deepseek", rows=_MIXED, num_heads=16, latent_size=512, rope_size=64),
+    # Rows 1 and 3 are fresh. The others have too few tokens, or a context.
+    Case(
+        name="fresh_rows",
+        rows=((1, 9), (12, 12), (11, 11), (17, 17), (12, 40)),
+        fewest_fresh=12,
+    ),
     Case(name="sizes_of_mistral_small_4", rows=_MIXED, latent_size=256, rope_size=64),
 )
 
 
 class CaseResult(NamedTuple):
-    """A backend's results for a case's step."""
+    """A backend's results for a case's step, of tokens that are not of fresh rows. (The history has
+    fresh rows, too: what the backend wrote of these is attended to.)"""
 
     out: np.ndarray  # float64 [tokens of the step, N, L]
     expected: np.ndarray  # float64 [tokens of the step, N, L]
     all_finite: bool  # including the outputs of padding
+    attends_fresh: bool  # whether outputs of fresh rows are what attention would make them
 
     @property
     def error(self) -> float:
@@ -137,12 +147,19 @@ def run_case(
     out, _ = run(*_pack(step, case, dtype, rng), cache, backend=backend)
 
     out = np.asarray(out).astype(np.float64)
-    expected = [_attend_float64(request, config) for request in step]
-    total = sum(map(len, expected))
+    nothing = np.zeros((0, *out.shape[1:]))
+    expected = np.concatenate([nothing, *(_attend_float64(request, config) for request in step)])
+    is_fresh = np.zeros(len(out), bool)
+    first = 0
+    for length, context in case.rows:
+        is_fresh[first : first + length] = 0 < config.fewest_fresh <= length == context
+        first += length
+    of_step = ~is_fresh[: len(expected)]
     return CaseResult(
-        out[:total],
-        np.concatenate([np.zeros((0, *out.shape[1:])), *expected]),
-        bool(np.isfinite(out).all()),
+        out[: len(expected)][of_step],
+        expected[of_step],
+        bool(np.isfinite(out[~is_fresh]).all()),
+        bool(np.isclose(out[: len(expected)], expected, atol=0.1)[~of_step].all()),
     )
 
 

@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
-    tiles: dict[Teams, Tiles]
+    tiles: dict[tuple[Teams, int], Tiles]  # by teams and the fewest fresh tokens
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class MosaicGpuLatentBackend:
             places.positions,
             write_blocks(batch, places),
             {
-                teams: cut_tiles(batch, teams, num_tokens=num_tokens)
-                for teams in {self._teams(config) for config in configs}
+                (teams, fewest): cut_tiles(batch, teams, num_tokens=num_tokens, fewest_fresh=fewest)
+                for teams, fewest in {(self._teams(c), c.fewest_fresh) for c in configs}
             },
         )
 
@@ -128,7 +128,7 @@ class MosaicGpuLatentBackend:
         from jaxllm_kernels.mla.gpu_place import place
 
         teams = self._teams(config)
-        tiles = prepared.tiles[teams]
+        tiles = prepared.tiles[teams, config.fewest_fresh]
         interpret = gpu_interpret_params() if self.interpret else False
         num_tokens, num_heads, _ = q.shape
         beside = _row_width(config) - config.head_size

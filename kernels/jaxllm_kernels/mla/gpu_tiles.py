@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm_kernels.common import cdiv, round_up
-from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
+from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch, fresh_rows
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import (
     cdiv_array,
     count_at_most,
@@ -75,8 +75,9 @@ class Tiles(NamedTuple):
     last_tile: jax.Array  # int32 [teams]
 
 
-def cut_tiles(batch: RaggedBatch, teams: Teams, *, num_tokens: int) -> Tiles:
-    """Cut a batch's lines into tiles, and divide their blocks among the teams."""
+def cut_tiles(batch: RaggedBatch, teams: Teams, *, num_tokens: int, fewest_fresh: int = 0) -> Tiles:
+    """Cut a batch's lines into tiles, and divide their blocks among the teams. Fresh rows have no
+    tiles."""
     num_rows = batch.context_lens.shape[0]
     if batch.decode_only:
         row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -88,6 +89,7 @@ def cut_tiles(batch: RaggedBatch, teams: Teams, *, num_tokens: int) -> Tiles:
     else:
         first = batch.query_starts[:-1]
         row_lines = jnp.diff(batch.query_starts) * teams.heads
+        row_lines = jnp.where(fresh_rows(batch, fewest_fresh), 0, row_lines)
         row_tiles = cdiv_array(row_lines, teams.lines)
         row_end = running_sum(row_tiles)
         most = cdiv(num_tokens * teams.heads, teams.lines) + min(num_rows, num_tokens)

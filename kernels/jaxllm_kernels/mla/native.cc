@@ -11,7 +11,8 @@ ffi::Error AttendLatents(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buf
                          ffi::Buffer<kType, 3> cache, ffi::Buffer<ffi::S32, 1> query_starts,
                          ffi::Buffer<ffi::S32, 1> context_lens,
                          ffi::Buffer<ffi::S32, 2> block_tables, ffi::ResultBuffer<kType, 3> out,
-                         ffi::ResultBuffer<kType, 3> new_cache, float scale, int64_t block_size) {
+                         ffi::ResultBuffer<kType, 3> new_cache, float scale, int64_t block_size,
+                         int64_t fewest_fresh) {
   using Element = typename Kind::Element;
   if (cache.untyped_data() != new_cache->untyped_data())
     return ffi::Error::InvalidArgument("the cache must be updated in place");
@@ -37,6 +38,7 @@ ffi::Error AttendLatents(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buf
   layer.has_latents = true;
   layer.heads_at_once = std::min<int64_t>(layer.num_heads, kTileLines);
   layer.scale = scale;
+  layer.fewest_fresh = fewest_fresh;
   if (q.dimensions()[2] != layer.head_size || rows.dimensions()[1] != layer.head_size ||
       layer.head_size % kLanes != 0 || layer.value_size % kLanes != 0)
     return ffi::Error::InvalidArgument("queries and rows must have the width of the cache");
@@ -56,8 +58,10 @@ ffi::Error AttendLatents(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buf
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-JAXLLM_FUNCTION(jaxllm_latents_f32, (AttendLatents<ffi::F32, Float32>), "scale", "block_size")
+JAXLLM_FUNCTION(jaxllm_latents_f32, (AttendLatents<ffi::F32, Float32>), "scale", "block_size",
+                "fewest_fresh")
 #endif
 #ifdef JAXLLM_BFLOAT16
-JAXLLM_FUNCTION(jaxllm_latents_bf16, (AttendLatents<ffi::BF16, BFloat16>), "scale", "block_size")
+JAXLLM_FUNCTION(jaxllm_latents_bf16, (AttendLatents<ffi::BF16, BFloat16>), "scale", "block_size",
+                "fewest_fresh")
 #endif

@@ -92,6 +92,7 @@ class NativeLatentBackend:
             batch.block_tables,
             scale=np.float32(config.scale),
             block_size=np.int64(batch.block_size),
+            fewest_fresh=np.int64(config.fewest_fresh),
         )
         return out, cache
 

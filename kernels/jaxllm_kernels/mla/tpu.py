@@ -113,6 +113,7 @@ class TpuLatentBackend:
             layout=layout,
             chip=chip,
             tunings={kind: tuning(kind) for kind in KINDS},
+            fewest_fresh=config.fewest_fresh,
             interpret=self.interpret,
         )
 

@@ -19,7 +19,12 @@ from jaxllm_kernels.common import cdiv, from_storage
 from jaxllm_kernels.mla.api import LatentConfig, check_latent
 from jaxllm_kernels.mla.pages import pages_shape, row_width, write_rows
 from jaxllm_kernels.platform import Chip
-from jaxllm_kernels.ragged_paged_attention.api import BatchLimits, RaggedBatch, locate_tokens
+from jaxllm_kernels.ragged_paged_attention.api import (
+    BatchLimits,
+    RaggedBatch,
+    fresh_rows,
+    locate_tokens,
+)
 from jaxllm_kernels.ragged_paged_attention.pages import write_blocks
 from jaxllm_kernels.ragged_paged_attention.tiles import (
     Tile,
@@ -38,9 +43,9 @@ class Prepared(NamedTuple):
     positions: jax.Array  # int32 [T]
     write_blocks: jax.Array  # int32 [T]
     decodes: Tile
-    # The tiles of prefill chunks for each number of heads, and how many there are; empty if the
-    # batch is decode_only.
-    chunks: dict[int, tuple[Tile, jax.Array]]
+    # The tiles of prefill chunks for each number of heads and of fewest fresh tokens, and how many
+    # there are; empty if the batch is decode_only.
+    chunks: dict[tuple[int, int], tuple[Tile, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,17 @@ class XlaLatentBackend:
         self, batch: RaggedBatch, configs: tuple[LatentConfig, ...], *, num_tokens: int
     ) -> Prepared:
         places = locate_tokens(batch, num_tokens)
-        heads = () if batch.decode_only else sorted({config.num_heads for config in configs})
+        kinds = {(config.num_heads, config.fewest_fresh) for config in configs}
+
+        def chunks(num_heads: int, fewest: int) -> tuple[Tile, jax.Array]:
+            lengths = jnp.where(fresh_rows(batch, fewest), 0, jnp.diff(batch.query_starts))
+            return cut_tiles(batch, num_tokens, self._tile_size(num_heads, num_tokens), lengths)
+
         return Prepared(
             places.positions,
             write_blocks(batch, places),
             decode_tiles(batch, by_length=self.decodes_at_once > 1),
-            {n: cut_tiles(batch, num_tokens, self._tile_size(n, num_tokens)) for n in heads},
+            {} if batch.decode_only else {kind: chunks(*kind) for kind in kinds},
         )
 
     def attend(
@@ -124,7 +134,7 @@ class XlaLatentBackend:
             attend, queries, out, prepared.decodes, batch.num_decodes, 1, self.decodes_at_once
         )
         if not batch.decode_only:
-            chunks, num_chunks = prepared.chunks[num_heads]
+            chunks, num_chunks = prepared.chunks[num_heads, config.fewest_fresh]
             out = attend_tiles(
                 attend, queries, out, chunks, num_chunks, tile_size, self.tiles_at_once
             )

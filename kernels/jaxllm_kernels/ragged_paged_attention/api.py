@@ -131,6 +131,14 @@ def locate_tokens(batch: RaggedBatch, num_tokens: int) -> TokenPlaces:
     return TokenPlaces(rows, jnp.where(is_real, positions, -1))
 
 
+def fresh_rows(batch: RaggedBatch, fewest: int) -> jax.Array:
+    """Which rows have at least so many tokens, and nothing before them: bool [R]. 0: none."""
+    lengths = jnp.diff(batch.query_starts)
+    if not fewest:
+        return jnp.zeros_like(lengths, bool)
+    return (lengths == batch.context_lens) & (lengths >= fewest)
+
+
 def without_short_rows_that_see_ahead(batch: RaggedBatch, num_tokens: int) -> RaggedBatch:
     """The batch with only those short rows before the first row that has a token which sees later
     ones. The others are then computed as chunks are, by kernels that know `last_seen`."""

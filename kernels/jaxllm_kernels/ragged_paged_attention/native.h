@@ -76,6 +76,8 @@ struct Layer {
   int64_t window;       // 0: none
   int64_t chunk;        // 0: none
   float scale, soft_cap;  // 0: none
+  // Rows without a context that bring so many tokens are written, and attend to nothing. 0: none.
+  int64_t fewest_fresh = 0;
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
   int64_t parts() const { return (group_size() + heads_at_once - 1) / heads_at_once; }
@@ -95,6 +97,9 @@ struct Layer {
   // The position of a row's first token of this step.
   int64_t first_position(int64_t row) const {
     return context_lens[row] - (query_starts[row + 1] - query_starts[row]);
+  }
+  bool is_fresh(int64_t row) const {
+    return fewest_fresh > 0 && first_position(row) == 0 && context_lens[row] >= fewest_fresh;
   }
   // The first position that a token at a position sees.
   int64_t first_seen(int64_t position) const {
@@ -134,6 +139,7 @@ std::vector<Tile> CutTiles(const Layer<Kind>& layer) {
                        layer.first_position(row) + token - begin});
   }
   auto work = [&layer](const Tile& tile) {
+    if (layer.is_fresh(tile.row)) return int64_t(0);
     const int64_t end = tile.position + tile.num_tokens;
     return tile.num_tokens * (end - layer.first_seen(tile.position));
   };
@@ -511,6 +517,7 @@ void Compute(const Layer<Kind>& layer, const std::vector<Tile>& tiles, ffi::Thre
   Share(pool, {num_tiles, num_tiles * units_per_tile}, [&](int64_t phase, int64_t unit) {
     if (phase == 0) return WriteTile(layer, tiles[unit]);
     const int64_t of_tile = unit % units_per_tile;
+    if (layer.is_fresh(tiles[unit / units_per_tile].row)) return;
     AttendTile(layer, tiles[unit / units_per_tile], of_tile / parts, of_tile % parts);
   });
   const int64_t token_size = layer.num_heads * layer.value_size;

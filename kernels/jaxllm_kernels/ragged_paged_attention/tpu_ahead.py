@@ -1,9 +1,10 @@
-"""Writes what tokens of earlier tiles see of later ones to the cache, before a prefill on a TPU.
+"""Writes segments to the cache by themselves, before a prefill on a TPU.
 
 A tile of a prefill writes the keys and values of its own tokens, in its turn. Tokens of an image
 see all of it (`RaggedBatch.last_seen`), and an image may have several tiles. So this kernel, which
-runs first, writes those segments that an earlier segment of their row sees. A step without images
-has none of them, and the grid then has one step.
+runs first, writes those segments that an earlier segment of their row sees. It also writes rows
+that do not attend, such as fresh ones of latent attention. A step may have none of either, and the
+grid then has one step.
 """
 
 import functools
@@ -20,37 +21,37 @@ from jaxllm_kernels.ragged_paged_attention.tpu_kernel import run_step
 from jaxllm_kernels.ragged_paged_attention.tpu_new import NewTokens
 from jaxllm_kernels.ragged_paged_attention.tpu_primitives import Ref, for_each
 from jaxllm_kernels.ragged_paged_attention.tpu_sizes import KernelSizes
-from jaxllm_kernels.ragged_paged_attention.tpu_work import AheadWork, Work
+from jaxllm_kernels.ragged_paged_attention.tpu_work import Work, WrittenWork
 
 
-def write_ahead(
+def write_segments(
     new: jax.Array,
     cache: jax.Array,
-    ahead: AheadWork,
+    written: WrittenWork,
     *,
     name: str,
     sizes: KernelSizes,
     max_blocks: int,
     interpret: pltpu.InterpretParams | Literal[False],
 ) -> jax.Array:
-    """Write the segments that earlier ones see into the cache, and return it.
+    """Write segments into the cache, and return it.
 
     Args:
       name: of the op.
       new: keys and values as cached, but of the queries' dtype: [K, tokens, W].
       cache: [blocks, K, block_size, W].
-      sizes: of the prefill.
+      sizes: of the prefill, perhaps with larger tiles.
     """
     num_kv_heads, block_size, width = cache.shape[1:]
     heads = num_kv_heads // sizes.head_groups
-    scalars = [x for x in ahead.seen if x is not None]
+    scalars = [x for x in written.work if x is not None]
     in_place = pl.BlockSpec(memory_space=pl.ANY)
     slot_tokens = sizes.slot_pages * block_size
     return pl.pallas_call(
         functools.partial(_write_step, sizes=sizes, max_blocks=max_blocks, dtype=new.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(sizes.head_groups, ahead.num_steps),
+            grid=(sizes.head_groups, written.num_steps),
             in_specs=[
                 pl.BlockSpec(
                     (heads, sizes.step_tokens, width), lambda group, step, *_: (group, step, 0)
@@ -73,12 +74,12 @@ def write_ahead(
             vmem_limit_bytes=sizes.vmem_limit_bytes,
             disable_bounds_checks=True,
         ),
-        # Few steps have images, and of these a part is written.
+        # Most steps have nothing to write, or a part of their tokens.
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=new.size * new.dtype.itemsize
         ),
         interpret=interpret,
-        name=f"{name}_ahead",
+        name=f"{name}_write",
     )(*scalars, new, cache)
 
 

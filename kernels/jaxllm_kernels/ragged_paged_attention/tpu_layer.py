@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxllm_kernels.ragged_paged_attention.api import (
     AttentionConfig,
     BatchLimits,
     RaggedBatch,
+    fresh_rows,
     without_short_rows_that_see_ahead,
 )
 from jaxllm_kernels.ragged_paged_attention.tpu_layout import TokenLayout, sublane_tile
@@ -35,6 +36,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_sizes import (
     Kind,
     Tuning,
     choose_sizes,
+    power_of_two,
     smem_bytes,
     step_tokens,
 )
@@ -42,6 +44,7 @@ from jaxllm_kernels.ragged_paged_attention.tpu_work import (
     AheadWork,
     ShortWork,
     Work,
+    WrittenWork,
     ahead_work,
     decode_work,
     prefill_work,
@@ -50,12 +53,14 @@ from jaxllm_kernels.ragged_paged_attention.tpu_work import (
 
 
 class Prepared(NamedTuple):
-    """The values that the layers of a step share: the work of its kernels, by tokens per step."""
+    """The values that the layers of a step share: the work of its kernels, by tokens per step; with
+    fresh rows also by their fewest tokens."""
 
     decode: dict[int, Work]
     short: dict[int, ShortWork]
-    prefill: dict[int, Work]
+    prefill: dict[tuple[int, int], Work]
     ahead: dict[int, AheadWork]  # empty if each token sees itself last
+    fresh: dict[tuple[int, int], WrittenWork]  # empty if no row can be fresh
 
 
 def check_chip(name: str, chip: Chip, dtype: DTypeLike) -> None:
@@ -83,6 +88,8 @@ class LayerKernels:
     layout: TokenLayout
     chip: Chip
     tunings: Mapping[Kind, Tuning]
+    # As in `LatentConfig`: such rows are written by themselves, and their outputs are zero.
+    fewest_fresh: int = 0
     # Emulate the kernels on a CPU, with a race detector.
     interpret: bool
 
@@ -159,27 +166,28 @@ class LayerKernels:
         # both orders, although few can be of short rows, and rotate them twice.
         q, new = lax.optimization_barrier((q.transpose(1, 2, 0, 3), new.swapaxes(0, 1)))
         sizes = self._sizes("prefill", batch, num_tokens, q.dtype)
-        padded_q, padded_new = (
-            _pad_to(x, sizes.step_tokens, axis=axis) for x, axis in ((q, 2), (new, 1))
+        fewest, tile = self.fewest_of(num_tokens), sizes.step_tokens
+        if fewest:
+            tile = _written_tokens(tile, num_tokens)
+        padded_q = _pad_to(q, sizes.step_tokens, axis=2)
+        padded_new = _pad_to(new, tile, axis=1)
+        write = functools.partial(
+            self._write,
+            padded_new,
+            max_blocks=batch.block_tables.shape[1],
+            interpret=call.keywords["interpret"],
         )
         ahead = prepared.ahead.get(sizes.step_tokens)
         if ahead is not None:
-            from jaxllm_kernels.ragged_paged_attention.tpu_ahead import write_ahead
-
-            cache = write_ahead(
-                padded_new,
-                cache,
-                ahead,
-                name=self.name,
-                sizes=sizes,
-                max_blocks=batch.block_tables.shape[1],
-                interpret=call.keywords["interpret"],
-            )
+            cache = write(cache, ahead.seen, sizes=sizes)
+        if fewest:
+            of_tile = dataclasses.replace(sizes, step_tokens=tile, segment_tokens=tile)
+            cache = write(cache, prepared.fresh[tile, fewest], sizes=of_tile)
         out, cache = call(
             padded_q,
-            padded_new,
+            padded_new[:, : padded_q.shape[2]],
             cache,
-            prepared.prefill[sizes.step_tokens],
+            prepared.prefill[sizes.step_tokens, fewest],
             sizes=sizes,
             ahead=None if ahead is None else ahead.distances,
         )
@@ -200,6 +208,18 @@ class LayerKernels:
         short_out = jnp.pad(move(short_out, 0, 2), padding)
         out = jnp.where(is_short, short_out, out[:, :, :num_tokens])
         return out.transpose(2, 0, 1, 3), cache
+
+    def fewest_of(self, num_tokens: int) -> int:
+        """The fewest tokens of fresh rows in a batch of so many; 0: it has no such rows."""
+        return self.fewest_fresh if num_tokens >= self.fewest_fresh else 0
+
+    def _write(
+        self, new: jax.Array, cache: jax.Array, written: WrittenWork, **options: Any
+    ) -> jax.Array:
+        # Like `tpu_call`, it imports Pallas.
+        from jaxllm_kernels.ragged_paged_attention.tpu_ahead import write_segments
+
+        return write_segments(new, cache, written, name=self.name, **options)
 
     def step_tokens(self, kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:
         """Tokens of a step of a kernel's grid."""
@@ -264,7 +284,7 @@ def prepare_layers(
 ) -> Prepared:
     """Compute the work of a step's kernels."""
     batch = without_short_rows_that_see_ahead(batch, num_tokens)
-    prepared = Prepared({}, {}, {}, {})
+    prepared = Prepared({}, {}, {}, {}, {})
     for kernels in layers:
         num_cores = kernels.chip.num_cores
         if batch.decode_only:
@@ -276,11 +296,25 @@ def prepare_layers(
             )
             most = _most_tokens("short", batch, num_tokens)
             prepared.short[step] = short_work(batch, most, step, num_cores)
-            work = prefill_work(batch, num_tokens, tile)
-            prepared.prefill[tile] = work
+            fewest = kernels.fewest_of(num_tokens)
+            is_fresh = fresh_rows(batch, fewest) if fewest else None
+            work = prefill_work(batch, num_tokens, tile, None if is_fresh is None else ~is_fresh)
+            prepared.prefill[tile, fewest] = work
+            if is_fresh is not None:
+                written = _written_tokens(tile, num_tokens)
+                fresh = prefill_work(batch, num_tokens, written, is_fresh)
+                prepared.fresh[written, fewest] = WrittenWork.of(fresh)
             if batch.last_seen is not None:
                 prepared.ahead[tile] = ahead_work(batch, work, num_tokens, tile)
     return prepared
+
+
+# Tokens of rows that do not attend are written so many at a time: a segment waits for its writes.
+_WRITTEN_TOKENS = 256
+
+
+def _written_tokens(step_tokens: int, num_tokens: int) -> int:
+    return max(step_tokens, min(_WRITTEN_TOKENS, power_of_two(num_tokens)))
 
 
 def _most_tokens(kind: Kind, batch: RaggedBatch, num_tokens: int) -> int:

@@ -82,14 +82,25 @@ def short_work(batch: RaggedBatch, num_tokens: int, step: int, num_cores: int) -
     return ShortWork(work, batch.query_starts[num_segments], jnp.maximum(used_steps, 1))
 
 
+class WrittenWork(NamedTuple):
+    """Segments that are written by themselves, before or without their attention."""
+
+    work: Work
+    num_steps: jax.Array  # int32 []: up to the last one that has segments; at least one
+
+    @classmethod
+    def of(cls, work: Work) -> "WrittenWork":
+        used_steps = (work.first_segments < work.first_segments[-1]).sum(dtype=jnp.int32)
+        return cls(work, jnp.maximum(used_steps, 1))
+
+
 class AheadWork(NamedTuple):
     """What prefills have beside their work if tokens see later ones."""
 
     # int32 [tiles, tile]: how far ahead each token of the flat batch sees.
     distances: jax.Array
     # The segments that an earlier segment of their row sees.
-    seen: Work
-    num_steps: jax.Array  # int32 []: up to the last one that has such segments; at least one
+    seen: WrittenWork
 
 
 def ahead_work(batch: RaggedBatch, work: Work, num_tokens: int, tile: int) -> AheadWork:
@@ -117,16 +128,20 @@ def ahead_work(batch: RaggedBatch, work: Work, num_tokens: int, tile: int) -> Ah
         positions=work.positions[order],
         ends=None,
     )
-    used_steps = (first_segments < first_segments[-1]).sum(dtype=jnp.int32)
-    return AheadWork(distances, seen, jnp.maximum(used_steps, 1))
+    return AheadWork(distances, WrittenWork.of(seen))
 
 
-def prefill_work(batch: RaggedBatch, num_tokens: int, tile: int) -> Work:
-    """The work of all other rows, cut at the tiles of the flat batch."""
+def prefill_work(
+    batch: RaggedBatch, num_tokens: int, tile: int, which: jax.Array | None = None
+) -> Work:
+    """The work of all other rows, or of those that `which` says, bool [R], cut at the tiles of the
+    flat batch."""
     num_rows, num_tiles = batch.context_lens.shape[0], cdiv(num_tokens, tile)
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     first_row = batch.num_decodes + batch.num_short
     is_prefill = (ends > starts) & (jnp.arange(num_rows) >= first_row)
+    if which is not None:
+        is_prefill &= which
     pieces = jnp.where(is_prefill, (ends - 1) // tile - starts // tile + 1, 0)
     ends_of_pieces = jnp.cumsum(pieces, dtype=jnp.int32)
 

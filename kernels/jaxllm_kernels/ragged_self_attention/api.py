@@ -1,9 +1,10 @@
-"""Ragged self-attention: every token attends to all tokens of its row, before and behind it.
+"""Ragged self-attention: every token attends to the tokens of its row, all or those before it.
 
-One call computes one layer for one step of an encoder. The rows lie one after another in a flat
-batch, whole and without padding between them, and nothing is cached.
+One call computes one layer for one step. The rows lie one after another in a flat batch, whole, and
+nothing is cached. An encoder has all of its texts in a step. A step of a decoder may have whole
+prompts among rows that go on from a cache; then the former alone are rows of this op.
 
-Axis letters: T tokens, R rows, N query heads, K kv heads, H head size.
+Axis letters: T tokens, R rows, N query heads, K kv heads, H head size, V size of values (mostly H).
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ class SelfAttentionConfig:
     scale: float  # scores are scale * (q . k)
     # A token sees those at most so far from it, on both sides; None: all of its row.
     reach: int | None = None
+    # Whether a token sees itself and those before it alone, and none behind it.
+    causal: bool = False
 
 
 class SelfAttentionOp(Protocol):
@@ -35,11 +38,13 @@ class SelfAttentionOp(Protocol):
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
-        """Return [T, N, H] of q [T, N, H] and k and v [T, K, H].
+        """Return [T, N, V] of q [T, N, H], k [T, K, H] and v [T, K, V].
 
-        The tokens of row r are the flat positions [query_starts[r], query_starts[r + 1]), int32
-        [R + 1]. Rows of padding are empty. Tokens at or past query_starts[R] belong to no row;
-        their outputs are arbitrary but finite. Scores and sums are float32.
+        The tokens of row r are the flat positions [query_starts[r], query_ends[r]), int32 [R + 1]
+        and [R]. A row ends at the start of the next one or before it; without `query_ends` at it.
+        Rows of padding are empty. Tokens outside of all rows are padding; their outputs are
+        arbitrary but finite. Scores and sums are float32.
         """
         ...

@@ -22,7 +22,10 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 4
     head_size: int = 16
+    value_size: int | None = None  # None: head_size
     reach: int | None = None
+    causal: bool = False
+    left_out: tuple[int, ...] = ()  # the indices of rows that the op is not to compute
 
 
 CASES = {
@@ -38,6 +41,20 @@ CASES = {
     "long rows and no whole vectors": Case(
         lengths=(5, 300, 1), num_tokens=310, num_heads=6, num_kv_heads=3, head_size=20, reach=150
     ),
+    "causal": Case(lengths=(5, 150, 1, 80), num_tokens=256, causal=True),
+    "causal with a reach": Case(lengths=(140, 20), num_tokens=160, reach=60, causal=True),
+    "other sizes of values": Case(lengths=(40, 90), num_tokens=140, head_size=24, value_size=16),
+    "causal, grouped, and larger values": Case(
+        lengths=(300, 30), num_tokens=350, num_heads=6, num_kv_heads=2, value_size=40, causal=True
+    ),
+    # Decodes and a chunk, whole prompts, and another chunk: as in a step of latent attention.
+    "rows left out": Case(
+        lengths=(1, 1, 1, 20, 150, 70, 33, 40),
+        num_tokens=350,
+        causal=True,
+        left_out=(0, 1, 2, 3, 6),
+    ),
+    "all rows left out": Case(lengths=(5, 30), num_tokens=64, causal=True, left_out=(0, 1)),
 }
 
 
@@ -45,19 +62,33 @@ def error(op: SelfAttentionOp, case: Case, dtype: DTypeLike = "float32") -> floa
     """The largest error of an implementation. What belongs to no row is very large, so that it
     shows if it is mixed in."""
     random = np.random.default_rng(3)
+    value_size = case.value_size or case.head_size
     q, k, v = (
-        jnp.asarray(random.normal(size=(case.num_tokens, heads, case.head_size)), dtype)
-        for heads in (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+        jnp.asarray(random.normal(size=(case.num_tokens, *heads)), dtype)
+        for heads in (
+            (case.num_heads, case.head_size),
+            (case.num_kv_heads, case.head_size),
+            (case.num_kv_heads, value_size),
+        )
     )
     num_real = sum(case.lengths)
     k, v = k.at[num_real:].set(100.0), v.at[num_real:].set(1000.0)
     lengths = (*case.lengths, *[0] * case.num_empty_rows)
     starts = np.cumsum((0, *lengths)).astype(np.int32)
-    config = SelfAttentionConfig(scale=case.head_size**-0.5 * 2, reach=case.reach)
-    out = np.asarray(op(q, k, v, jnp.asarray(starts), config), np.float64)
+    ends = starts[1:].copy()
+    for row in case.left_out:
+        ends[row] = starts[row]
+        left_out = slice(starts[row], starts[row + 1])
+        k, v = k.at[left_out].set(100.0), v.at[left_out].set(1000.0)
+    config = SelfAttentionConfig(
+        scale=case.head_size**-0.5 * 2, reach=case.reach, causal=case.causal
+    )
+    query_ends = jnp.asarray(ends) if case.left_out else None
+    out = np.asarray(op(q, k, v, jnp.asarray(starts), config, query_ends), np.float64)
+    assert out.shape == (case.num_tokens, case.num_heads, value_size)
     assert np.isfinite(out).all(), "padding has outputs that are no numbers"
     found = 0.0
-    for first, end in zip(starts[:-1], starts[1:], strict=True):
+    for first, end in zip(starts[:-1], ends, strict=True):
         its = [np.asarray(x[first:end], np.float64) for x in (q, k, v)]
         exact = _expected(its[0], its[1], its[2], config)
         found = max(found, float(np.abs(out[first:end] - exact).max(initial=0.0)))
@@ -71,8 +102,10 @@ def _expected(
     groups = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
     scores = config.scale * np.einsum("qnh,knh->nqk", q, k)
+    places = np.arange(len(q))
     if config.reach is not None:
-        places = np.arange(len(q))
         scores = np.where(abs(places[:, None] - places) <= config.reach, scores, -np.inf)
+    if config.causal:
+        scores = np.where(places <= places[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e9))
     return np.einsum("nqk,knh->qnh", weights / weights.sum(axis=-1, keepdims=True), v)

@@ -34,10 +34,13 @@ class MosaicSelfAttention:
         check_chip(chip)
         return cls(num_workers=chip.num_cores)
 
-    def check(self, *, head_size: int, dtype: DTypeLike) -> None:
-        """Raise ValueError if the kernel does not compute such heads."""
+    def check(self, *, head_size: int, dtype: DTypeLike, value_size: int | None = None) -> None:
+        """Raise ValueError if the kernel does not compute such heads; the size of values is that of
+        keys if it is not given."""
         if jnp.dtype(dtype).itemsize != 2:
             raise ValueError(f"it computes in 16 bits, not in {jnp.dtype(dtype).name}")
+        if value_size not in (None, head_size):
+            raise ValueError(f"values of {value_size} have not the size of keys, {head_size}")
         choose_sizes(head_size)
 
     def __call__(
@@ -47,6 +50,7 @@ class MosaicSelfAttention:
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         # Importing Mosaic takes long, and not every JAX has it.
         from jaxllm_kernels.ragged_self_attention.gpu_kernel import run
@@ -59,7 +63,7 @@ class MosaicSelfAttention:
             q,
             k,
             v,
-            cut_tiles(query_starts, num_tokens, config.reach, sizes.block_tokens),
+            cut_tiles(query_starts, query_ends, num_tokens, config, sizes.block_tokens),
             sizes=sizes,
             config=config,
             num_workers=self.num_workers,

@@ -17,7 +17,8 @@ from jaxllm_kernels.ragged_paged_attention.gpu_tuning import (
     SHARED_BYTES,
 )
 from jaxllm_kernels.ragged_paged_attention.gpu_worklist import cdiv_array
-from jaxllm_kernels.ragged_self_attention.xla import seen_places
+from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
+from jaxllm_kernels.ragged_self_attention.xla import locate_places, seen_places
 
 TILE_TOKENS = NUM_GROUPS * GROUP_TOKENS
 # Copies of tokens begin at a multiple of this.
@@ -71,13 +72,17 @@ class Tiles(NamedTuple):
 
 
 def cut_tiles(
-    query_starts: jax.Array, num_tokens: int, reach: int | None, block_tokens: int
+    query_starts: jax.Array,
+    query_ends: jax.Array | None,
+    num_tokens: int,
+    config: SelfAttentionConfig,
+    block_tokens: int,
 ) -> Tiles:
     """Cut a batch of so many tokens into tiles."""
     num_tiles = cdiv(num_tokens, TILE_TOKENS)
     padded = num_tiles * TILE_TOKENS
-    first, end = seen_places(query_starts, padded, reach)
-    is_real = jnp.arange(padded, dtype=jnp.int32) < query_starts[-1]
+    first, end = seen_places(query_starts, query_ends, padded, config)
+    is_real, _ = locate_places(query_starts, query_ends, padded)
     first, end = jnp.where(is_real, first, padded), jnp.where(is_real, end, 0)
     firsts, ends = (x.reshape(num_tiles, NUM_GROUPS, GROUP_TOKENS) for x in (first, end))
     low, high = firsts.min(axis=2), ends.max(axis=2)

@@ -1,4 +1,5 @@
-// Self-attention over whole rows: every token sees all tokens of its row, or those within reach.
+// Self-attention over whole rows: every token sees all tokens of its row, or those within reach, or
+// those up to itself.
 //
 // A thread takes some queries of a row and all heads that share keys: the lines of a stretch. It
 // lays out a block of keys, and one of values, so that a block of lines multiplies vectors that
@@ -34,20 +35,27 @@ constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
 inline int64_t RoundUp(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-// q and out [tokens, heads, size], k and v [tokens, kv heads, size].
+// q [tokens, heads, size], k [tokens, kv heads, size]; v and out have the size of values.
 template <typename Kind>
 struct Layer {
   using Element = typename Kind::Element;
 
   const Element *q, *k, *v;
   Element* out;
-  int64_t num_tokens, num_heads, num_kv_heads, size;
+  int64_t num_tokens, num_heads, num_kv_heads, size, value_size;
   float scale;
   int64_t reach;  // negative: a token sees all of its row
+  bool causal;    // a token sees none behind itself
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t query(int64_t token, int64_t head) const { return (token * num_heads + head) * size; }
   int64_t key(int64_t token, int64_t head) const { return (token * num_kv_heads + head) * size; }
+  int64_t value(int64_t token, int64_t head) const {
+    return (token * num_kv_heads + head) * value_size;
+  }
+  int64_t output(int64_t token, int64_t head) const {
+    return (token * num_heads + head) * value_size;
+  }
 };
 
 // Tokens, and the row that they belong to.
@@ -99,21 +107,24 @@ class Attention {
   void Compute(const Layer<Kind>& layer, const Stretch& stretch, int64_t kv_head) {
     const int64_t first_head = kv_head * layer.group();
     num_lines_ = (stretch.end - stretch.begin) * layer.group();
-    width_ = RoundUp(layer.size, kWidth);
+    width_ = RoundUp(layer.value_size, kWidth);
     Begin(layer, stretch, first_head);
-    const int64_t low = FirstSeen(layer.reach, stretch.begin, stretch);
-    const int64_t high = EndOfSeen(layer.reach, stretch.end - 1, stretch);
+    const int64_t low = FirstSeen(layer, stretch.begin, stretch);
+    const int64_t high = EndOfSeen(layer, stretch.end - 1, stretch);
     for (int64_t key = low; key < high; key += kMostKeys)
       AddBlock(layer, stretch, kv_head, key, std::min(key + kMostKeys, high));
     End(layer, stretch, first_head);
   }
 
  private:
-  static int64_t FirstSeen(int64_t reach, int64_t token, const Stretch& stretch) {
-    return reach < 0 ? stretch.row_begin : std::max(stretch.row_begin, token - reach);
+  template <typename Kind>
+  static int64_t FirstSeen(const Layer<Kind>& layer, int64_t token, const Stretch& stretch) {
+    return layer.reach < 0 ? stretch.row_begin : std::max(stretch.row_begin, token - layer.reach);
   }
-  static int64_t EndOfSeen(int64_t reach, int64_t token, const Stretch& stretch) {
-    return reach < 0 ? stretch.row_end : std::min(stretch.row_end, token + reach + 1);
+  template <typename Kind>
+  static int64_t EndOfSeen(const Layer<Kind>& layer, int64_t token, const Stretch& stretch) {
+    if (layer.causal) return token + 1;
+    return layer.reach < 0 ? stretch.row_end : std::min(stretch.row_end, token + layer.reach + 1);
   }
 
   // Lines are the heads of one query after another, and in the end lines of zeros.
@@ -130,7 +141,7 @@ class Attention {
       const int64_t head = first_head + line % layer.group();
       const auto* q = layer.q + layer.query(token, head);
       Prefetch<0>(layer.q + layer.query(token + kAhead, head), layer.size);
-      Prefetch<1>(layer.out + layer.query(token, head), layer.size);
+      Prefetch<1>(layer.out + layer.output(token, head), layer.value_size);
       for (int64_t d = 0; d < layer.size; ++d)
         queries_[line * layer.size + d] = Widen(q[d]) * layer.scale;
     }
@@ -144,23 +155,26 @@ class Attention {
     values_.assign(width_ * num_keys, 0.0f);
     for (int64_t key = 0; key < num_keys; ++key) {
       const auto* k = layer.k + layer.key(begin + key, kv_head);
-      const auto* v = layer.v + layer.key(begin + key, kv_head);
+      const auto* v = layer.v + layer.value(begin + key, kv_head);
       Prefetch<0>(k + kAhead * layer.num_kv_heads * layer.size, layer.size);
-      Prefetch<0>(v + kAhead * layer.num_kv_heads * layer.size, layer.size);
+      Prefetch<0>(v + kAhead * layer.num_kv_heads * layer.value_size, layer.value_size);
       float* column = &keys_[key / kWidth * kWidth * layer.size + key % kWidth];
       for (int64_t d = 0; d < layer.size; ++d) column[d * kWidth] = Widen(k[d]);
-      for (int64_t d = 0; d < layer.size; ++d)
+      for (int64_t d = 0; d < layer.value_size; ++d)
         values_[(d / kWidth * num_keys + key) * kWidth + d % kWidth] = Widen(v[d]);
     }
-    for (int64_t line = 0; line < num_lines_; line += kLines) {
+    // Of a causal row, lines of tokens before the block see none of it.
+    const int64_t before = layer.causal ? std::max<int64_t>(begin - stretch.begin, 0) : 0;
+    const int64_t first = before * layer.group() / kLines * kLines;
+    for (int64_t line = first; line < num_lines_; line += kLines) {
       float* scores = &scores_[line * kMostKeys];
       std::fill_n(scores, kLines * kMostKeys, 0.0f);
       MultiplyLines(&queries_[line * layer.size], layer.size, {&keys_[0], layer.size, columns},
                     scores, kMostKeys);
       for (int64_t i = line; i < std::min(line + kLines, num_lines_); ++i) {
         const int64_t token = stretch.begin + i / layer.group();
-        Weigh(i, std::max<int64_t>(0, FirstSeen(layer.reach, token, stretch) - begin),
-              std::min(num_keys, EndOfSeen(layer.reach, token, stretch) - begin), columns);
+        Weigh(i, std::max<int64_t>(0, FirstSeen(layer, token, stretch) - begin),
+              std::min(num_keys, EndOfSeen(layer, token, stretch) - begin), columns);
       }
       MultiplyLines(scores, kMostKeys, {&values_[0], num_keys, width_}, &sums_[line * width_],
                     width_);
@@ -203,15 +217,15 @@ class Attention {
   void End(const Layer<Kind>& layer, const Stretch& stretch, int64_t first_head) {
     for (int64_t line = 0; line < num_lines_; ++line) {
       const int64_t token = stretch.begin + line / layer.group();
-      auto* out = layer.out + layer.query(token, first_head + line % layer.group());
+      auto* out = layer.out + layer.output(token, first_head + line % layer.group());
       const float* sums = &sums_[line * width_];
       int64_t d = 0;
-      for (; d + kLanes <= layer.size; d += kLanes)
+      for (; d + kLanes <= layer.value_size; d += kLanes)
         Kind::Store(LoadVector<Floats>(sums + d) / totals_[line], out + d);
-      if (d == layer.size) continue;
+      if (d == layer.value_size) continue;
       typename Kind::Element rest[kLanes];
       Kind::Store(LoadVector<Floats>(sums + d) / totals_[line], rest);
-      std::copy_n(rest, layer.size - d, out + d);
+      std::copy_n(rest, layer.value_size - d, out + d);
     }
   }
 
@@ -220,33 +234,38 @@ class Attention {
 };
 
 // The stretches of all rows. Empty rows are padding and have none.
-std::vector<Stretch> CutRows(const int32_t* starts, int64_t num_rows, int64_t most) {
+std::vector<Stretch> CutRows(const int32_t* starts, const int32_t* ends, int64_t num_rows,
+                             int64_t most) {
   std::vector<Stretch> stretches;
   for (int64_t row = 0; row < num_rows; ++row)
-    for (int64_t begin = starts[row]; begin < starts[row + 1]; begin += most)
+    for (int64_t begin = starts[row]; begin < ends[row]; begin += most)
       stretches.push_back(
-          {begin, std::min<int64_t>(begin + most, starts[row + 1]), starts[row], starts[row + 1]});
+          {begin, std::min<int64_t>(begin + most, ends[row]), starts[row], ends[row]});
   return stretches;
 }
 
 template <ffi::DataType kType, typename Kind>
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kType, 3> k,
                   ffi::Buffer<kType, 3> v, ffi::Buffer<ffi::S32, 1> query_starts,
-                  ffi::ResultBuffer<kType, 3> out, float scale, int64_t reach) {
+                  ffi::Buffer<ffi::S32, 1> query_ends, ffi::ResultBuffer<kType, 3> out, float scale,
+                  int64_t reach, bool causal) {
   using Element = typename Kind::Element;
   const auto queries = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
   const auto outputs = out->dimensions();
-  const int32_t* starts = query_starts.typed_data();
+  const int32_t *starts = query_starts.typed_data(), *ends = query_ends.typed_data();
   const int64_t num_rows = query_starts.dimensions()[0] - 1;
-  for (int axis = 0; axis < 3; ++axis)
+  for (int axis = 0; axis < 2; ++axis)
     if (values[axis] != keys[axis] || outputs[axis] != queries[axis])
       return ffi::Error::InvalidArgument("the sizes do not fit");
   if (queries[0] != keys[0] || queries[2] != keys[2] || keys[1] == 0 || queries[1] % keys[1] ||
-      num_rows < 0)
+      outputs[2] != values[2] || num_rows < 0 || query_ends.dimensions()[0] != num_rows)
     return ffi::Error::InvalidArgument("the sizes do not fit");
   if (!std::is_sorted(starts, starts + num_rows + 1) || starts[0] != 0 ||
       starts[num_rows] > queries[0])
     return ffi::Error::InvalidArgument("the rows are not within the batch");
+  for (int64_t row = 0; row < num_rows; ++row)
+    if (ends[row] < starts[row] || ends[row] > starts[row + 1])
+      return ffi::Error::InvalidArgument("the rows are not within the batch");
   const Layer<Kind> layer{reinterpret_cast<const Element*>(q.untyped_data()),
                           reinterpret_cast<const Element*>(k.untyped_data()),
                           reinterpret_cast<const Element*>(v.untyped_data()),
@@ -255,25 +274,32 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buffer<kTy
                           queries[1],
                           keys[1],
                           queries[2],
+                          values[2],
                           scale,
-                          reach};
+                          reach,
+                          causal};
   const auto stretches =
-      CutRows(starts, num_rows, std::max<int64_t>(1, kMostLines / layer.group()));
+      CutRows(starts, ends, num_rows, std::max<int64_t>(1, kMostLines / layer.group()));
   Share(pool, {int64_t(stretches.size()) * layer.num_kv_heads}, [&](int64_t, int64_t unit) {
     thread_local Attention attention;  // keeps its memory
     attention.Compute(layer, stretches[unit / layer.num_kv_heads], unit % layer.num_kv_heads);
   });
-  // Tokens behind the last row are padding.
-  std::fill(layer.out + layer.query(starts[num_rows], 0), layer.out + layer.query(queries[0], 0),
-            Element{});
+  // Tokens between rows and behind the last one are padding.
+  for (int64_t row = 0; row < num_rows; ++row)
+    std::fill(layer.out + layer.output(ends[row], 0), layer.out + layer.output(starts[row + 1], 0),
+              Element{});
+  std::fill(layer.out + layer.output(starts[num_rows], 0),
+            layer.out + layer.output(queries[0], 0), Element{});
   return ffi::Error::Success();
 }
 
 }  // namespace
 
 #ifdef JAXLLM_FLOAT32
-JAXLLM_FUNCTION(jaxllm_self_attention_f32, (Attend<ffi::F32, Float32>), "scale", "reach")
+JAXLLM_FUNCTION(jaxllm_self_attention_f32, (Attend<ffi::F32, Float32>), "scale", "reach",
+                "causal")
 #endif
 #ifdef JAXLLM_BFLOAT16
-JAXLLM_FUNCTION(jaxllm_self_attention_bf16, (Attend<ffi::BF16, BFloat16>), "scale", "reach")
+JAXLLM_FUNCTION(jaxllm_self_attention_bf16, (Attend<ffi::BF16, BFloat16>), "scale", "reach",
+                "causal")
 #endif

@@ -29,10 +29,20 @@ class NativeSelfAttention:
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         attend = jax.ffi.ffi_call(
             self.library.target("jaxllm_self_attention", q.dtype),
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((*q.shape[:2], v.shape[2]), q.dtype),
         )
         reach = -1 if config.reach is None else config.reach
-        return attend(q, k, v, query_starts, scale=np.float32(config.scale), reach=np.int64(reach))
+        return attend(
+            q,
+            k,
+            v,
+            query_starts,
+            query_starts[1:] if query_ends is None else query_ends,
+            scale=np.float32(config.scale),
+            reach=np.int64(reach),
+            causal=config.causal,
+        )

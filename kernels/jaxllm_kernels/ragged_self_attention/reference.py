@@ -21,15 +21,20 @@ class ReferenceSelfAttention:
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         groups = q.shape[1] // k.shape[1]
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))
         places = jnp.arange(len(q))
-        rows = jnp.searchsorted(query_starts[1:], places, side="right")
-        sees = rows[:, None] == rows
+        starts, ends = query_starts[:-1], query_starts[1:] if query_ends is None else query_ends
+        is_in = (places[:, None] >= starts) & (places[:, None] < ends)  # [T, R]
+        # Padding sees itself.
+        sees = (is_in[:, None] & is_in).any(axis=-1) | (places[:, None] == places)
         if config.reach is not None:
             sees &= abs(places[:, None] - places) <= config.reach
+        if config.causal:
+            sees &= places <= places[:, None]
         scores = config.scale * jnp.einsum("qnh,knh->nqk", q, k)
         weights = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
         return jnp.einsum("nqk,knh->qnh", weights, v)

@@ -10,7 +10,7 @@ from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES, SUBLANES
 from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 from jaxllm_kernels.ragged_self_attention.tpu_sizes import Heads, choose_sizes, padded_tokens
-from jaxllm_kernels.ragged_self_attention.xla import seen_places
+from jaxllm_kernels.ragged_self_attention.xla import locate_places, seen_places
 from jaxllm_kernels.recurrent.tpu_blocks import chip_named, interpreter
 
 _LARGEST_HEAD = 256
@@ -37,20 +37,23 @@ class TpuSelfAttention:
         num_kv_heads: int,
         head_size: int,
         dtype: DTypeLike,
+        value_size: int | None = None,
     ) -> None:
         """Raise ValueError if the kernel does not compute such heads, as on one device, for batches
-        of up to so many tokens."""
+        of up to so many tokens. The size of values is that of keys if it is not given."""
         chip = self._chip
         if not chip.vmem_bytes:
             raise ValueError(f"the chip {chip.name!r} is not known")
         name = jnp.dtype(dtype).name
         if name not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={name!r} is not bfloat16 or float32")
-        if head_size > _LARGEST_HEAD or head_size % SUBLANES:
-            raise ValueError(
-                f"heads of {head_size} are no multiple of {SUBLANES} up to {_LARGEST_HEAD}"
-            )
-        choose_sizes(num_tokens, Heads(num_heads, num_kv_heads, head_size), dtype, chip)
+        heads = Heads(num_heads, num_kv_heads, head_size, value_size)
+        for size in (heads.head_size, heads.value_size):
+            if size > _LARGEST_HEAD or size % SUBLANES:
+                raise ValueError(
+                    f"heads of {size} are no multiple of {SUBLANES} up to {_LARGEST_HEAD}"
+                )
+        choose_sizes(num_tokens, heads, dtype, chip)
 
     def __call__(
         self,
@@ -59,17 +62,18 @@ class TpuSelfAttention:
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         # Importing Pallas takes long, and other platforms do not need it.
         from jaxllm_kernels.ragged_self_attention.tpu_kernel import Tiles, run
 
         num_tokens, num_heads, head_size = q.shape
-        heads = Heads(num_heads, k.shape[1], head_size)
+        heads = Heads(num_heads, k.shape[1], head_size, v.shape[2])
         sizes = choose_sizes(num_tokens, heads, q.dtype, self._chip)
         padded = padded_tokens(num_tokens)
         num_real = query_starts[-1]
-        is_real = jnp.arange(padded, dtype=jnp.int32) < num_real
-        first, end = seen_places(query_starts, padded, config.reach)
+        is_real, _ = locate_places(query_starts, query_ends, padded)
+        first, end = seen_places(query_starts, query_ends, padded, config)
         first, end = (
             jnp.where(is_real, bound, nothing).reshape(-1, sizes.tile)
             for bound, nothing in ((first, padded), (end, 0))

@@ -98,45 +98,51 @@ def run(
     num_rows: int,
     interpret: Any,
 ) -> jax.Array:
-    """Attend from q [N, H, T] to k and v [K, H, T]; `sees` int32 [tiles, 2, M] has the first key of
-    each query, and the one behind its last. Return [N, H, T]; queries that see nothing have
-    zeros."""
-    heads = Heads(len(q), len(k), q.shape[1])
-    num_tokens, size = q.shape[2], heads.head_size
+    """Attend from q [N, H, T] to k [K, H, T] and v [K, V, T]; `sees` int32 [tiles, 2, M] has the
+    first key of each query, and the one behind its last. Return [N, V, T]; queries that see nothing
+    have zeros."""
+    heads = Heads(len(q), len(k), q.shape[1], v.shape[1])
+    num_tokens = q.shape[2]
     num_parts = sizes.kv_heads * heads.group // sizes.heads
-    of_tile = pl.BlockSpec(
-        (sizes.heads, size, sizes.tile),
-        lambda batch, part, tile, *_: (batch * num_parts + part, 0, tile),
-    )
-    held = pl.BlockSpec(
-        (sizes.kv_heads, size, num_tokens),
-        lambda batch, part, tile, *_: (batch, 0, 0),
-        **({} if sizes.buffers == 2 or interpret else {"pipeline_mode": pl.Buffered(1)}),
-    )
-    seen = num_tokens * keys_of_query(num_tokens, num_rows, config.reach) * heads.num_heads
+
+    def of_tile(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (sizes.heads, size, sizes.tile),
+            lambda batch, part, tile, *_: (batch * num_parts + part, 0, tile),
+        )
+
+    def held(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (sizes.kv_heads, size, num_tokens),
+            lambda batch, part, tile, *_: (batch, 0, 0),
+            **({} if sizes.buffers == 2 or interpret else {"pipeline_mode": pl.Buffered(1)}),
+        )
+
+    out_shape = jax.ShapeDtypeStruct((len(q), heads.value_size, num_tokens), q.dtype)
+    seen = num_tokens * keys_of_query(num_tokens, num_rows, config) * heads.num_heads
     return pl.pallas_call(
         functools.partial(_step, heads=heads, sizes=sizes, config=config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles),
             grid=(heads.num_kv_heads // sizes.kv_heads, num_parts, num_tokens // sizes.tile),
             in_specs=[
-                of_tile,
-                held,
-                held,
+                of_tile(heads.head_size),
+                held(heads.head_size),
+                held(heads.value_size),
                 pl.BlockSpec((1, 2, sizes.tile), lambda batch, part, tile, *_: (tile, 0, 0)),
             ],
-            out_specs=of_tile,
+            out_specs=of_tile(heads.value_size),
             scratch_shapes=_Scratch.shapes(num_tokens, heads, sizes, q.dtype),
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_bytes(num_tokens, heads, sizes, q.dtype) + _OF_COMPILER,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * size * seen,
+            flops=2 * (heads.head_size + heads.value_size) * seen,
             transcendentals=seen,
-            bytes_accessed=2 * (q.size + k.size) * q.dtype.itemsize,
+            bytes_accessed=(q.size + k.size + v.size + out_shape.size) * q.dtype.itemsize,
         ),
         interpret=interpret,
         name="ragged_self_attention",
@@ -166,11 +172,11 @@ class _Step:
     """A step of the grid, during tracing."""
 
     tiles: Tiles
-    q: Ref  # [heads, H, M]; likewise `out`
-    k: Ref  # [kv heads, H, T]; likewise `v`
-    v: Ref
+    q: Ref  # [heads, H, M]
+    k: Ref  # [kv heads, H, T]
+    v: Ref  # [kv heads, V, T]
     sees: Ref  # [1, 2, M]
-    out: Ref
+    out: Ref  # [heads, V, M]
     scratch: _Scratch
     heads: Heads
     sizes: KernelSizes
@@ -291,7 +297,7 @@ class _Step:
         )
 
     def _store_output(self) -> None:
-        weighted, size = self.scratch.weighted, self.heads.head_size
+        weighted, size = self.scratch.weighted, self.heads.value_size
         is_real = self.sees[0, 1:2] > 0
         for head in range(self.sizes.heads):
             factor = 1 / weighted[head, size : size + 1]

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxllm_kernels.common import cdiv, round_up
 from jaxllm_kernels.platform import Chip
 from jaxllm_kernels.ragged_paged_attention.tpu_layout import LANES, SUBLANES, sublane_tile
+from jaxllm_kernels.ragged_self_attention.api import SelfAttentionConfig
 
 # Queries of a step of the grid, and keys of a block. They are columns and rows of the matrix units,
 # of which the larger ones have 256.
@@ -23,6 +24,11 @@ class Heads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_size: int
+    v_head_size: int | None = None  # None: head_size
+
+    @property
+    def value_size(self) -> int:
+        return self.v_head_size or self.head_size
 
     @property
     def group(self) -> int:
@@ -37,7 +43,7 @@ class Heads(NamedTuple):
     def value_rows(self, dtype: DTypeLike) -> int:
         """The rows of values, which the kernel has turned. Those behind the values are ones, so
         that the product with weights has the sum of weights, too."""
-        return round_up(self.head_size + 1, sublane_tile(dtype))
+        return round_up(self.value_size + 1, sublane_tile(dtype))
 
 
 class KernelSizes(NamedTuple):
@@ -56,9 +62,10 @@ def padded_tokens(num_tokens: int) -> int:
 def vmem_bytes(num_tokens: int, heads: Heads, sizes: KernelSizes, dtype: DTypeLike) -> int:
     """What the kernel has in memory."""
     size, value_rows = jnp.dtype(dtype).itemsize, heads.value_rows(dtype)
-    loaded = round_up(heads.head_size, sublane_tile(dtype))
-    of_key = (2 * sizes.buffers * loaded + heads.lanes + value_rows) * size
-    of_query = (4 * loaded + heads.lanes) * size + 4 * (value_rows + 2 * SUBLANES)
+    # A key and a value; a query and an output.
+    loaded = sum(round_up(n, sublane_tile(dtype)) for n in (heads.head_size, heads.value_size))
+    of_key = (sizes.buffers * loaded + heads.lanes + value_rows) * size
+    of_query = (2 * loaded + heads.lanes) * size + 4 * (value_rows + 2 * SUBLANES)
     # The scores of some heads are what lies between the steps of their computation.
     scores = (sizes.heads + 4) * sizes.block * sizes.tile * 4
     return num_tokens * sizes.kv_heads * of_key + sizes.tile * sizes.heads * of_query + scores
@@ -95,8 +102,10 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
-def keys_of_query(num_tokens: int, num_rows: int, reach: int | None) -> int:
+def keys_of_query(num_tokens: int, num_rows: int, config: SelfAttentionConfig) -> int:
     """About how many keys a query sees, which the lengths of rows decide: if rows share the batch
     evenly, but no fewer than a text has."""
     seen = min(num_tokens, max(num_tokens // max(num_rows, 1), 2 * _TILE))
-    return seen if reach is None else min(seen, 2 * reach + 1)
+    if config.reach is not None:
+        seen = min(seen, 2 * config.reach + 1)
+    return cdiv(seen, 2) if config.causal else seen

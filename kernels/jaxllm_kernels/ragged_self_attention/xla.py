@@ -37,14 +37,15 @@ class XlaSelfAttention:
         v: jax.Array,
         query_starts: jax.Array,
         config: SelfAttentionConfig,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         num_tokens, num_heads, size = q.shape
-        num_kv_heads = k.shape[1]
+        num_kv_heads, value_size = v.shape[1:]
         tile = min(self.tile, num_tokens)
         num_tiles = cdiv(num_tokens, tile)
         padded = num_tiles * tile
         q, k, v = (jnp.pad(x, ((0, padded - num_tokens), (0, 0), (0, 0))) for x in (q, k, v))
-        first, end = seen_places(query_starts, padded, config.reach)
+        first, end = seen_places(query_starts, query_ends, padded, config)
         # Heads first, so that each head's products are of matrices: [K, G, T, H] and [K, T, H].
         q = q.reshape(padded, num_kv_heads, -1, size).transpose(1, 2, 0, 3)
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
@@ -69,31 +70,45 @@ class XlaSelfAttention:
             nothing = (
                 jnp.full(shape, _NEVER, jnp.float32),
                 jnp.zeros(shape, jnp.float32),
-                jnp.zeros(queries.shape, jnp.float32),
+                jnp.zeros((*shape, value_size), jnp.float32),
             )
             num_blocks = (high - low + tile - 1) // tile
             _, total, out = jax.lax.fori_loop(0, num_blocks, one_block, nothing)
             return (out / total[..., None]).astype(q.dtype)
 
         out = jax.lax.map(one_tile, jnp.arange(num_tiles, dtype=jnp.int32))
-        # [tiles, K, G, tile, H] -> [T, N, H]
-        return out.transpose(0, 3, 1, 2, 4).reshape(padded, num_heads, size)[:num_tokens]
+        # [tiles, K, G, tile, V] -> [T, N, V]
+        return out.transpose(0, 3, 1, 2, 4).reshape(padded, num_heads, value_size)[:num_tokens]
 
 
 def seen_places(
-    query_starts: jax.Array, num_tokens: int, reach: int | None
+    query_starts: jax.Array,
+    query_ends: jax.Array | None,
+    num_tokens: int,
+    config: SelfAttentionConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """The first place that each token sees, and the place behind the last; padding sees itself."""
     places = jnp.arange(num_tokens, dtype=jnp.int32)
-    num_rows = len(query_starts) - 1
-    rows = jnp.searchsorted(query_starts[1:], places, side="right", method="compare_all")
-    is_real = places < query_starts[-1]
-    rows = jnp.minimum(rows, num_rows - 1)
+    is_real, rows = locate_places(query_starts, query_ends, num_tokens)
+    ends = query_starts[1:] if query_ends is None else query_ends
     first = jnp.where(is_real, query_starts[rows], places)
-    end = jnp.where(is_real, query_starts[rows + 1], places + 1)
-    if reach is not None:
+    end = jnp.where(is_real, ends[rows], places + 1)
+    if (reach := config.reach) is not None:
         first, end = jnp.maximum(first, places - reach), jnp.minimum(end, places + reach + 1)
+    if config.causal:
+        end = jnp.minimum(end, places + 1)
     return first, end
+
+
+def locate_places(
+    query_starts: jax.Array, query_ends: jax.Array | None, num_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Whether each place is one of a row, and of which; the row of padding is in range."""
+    places = jnp.arange(num_tokens, dtype=jnp.int32)
+    ends = query_starts[1:] if query_ends is None else query_ends
+    rows = jnp.searchsorted(ends, places, side="right", method="compare_all")
+    rows = jnp.minimum(rows, len(ends) - 1)
+    return (places >= query_starts[rows]) & (places < ends[rows]), rows
 
 
 def _add(
