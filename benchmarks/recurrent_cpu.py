@@ -10,6 +10,7 @@ number of tokens.
 """
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -31,10 +32,10 @@ from jaxllm_kernels.ssd.cases import draw as draw_ssd
 from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
-SQUARE = {"num_key_heads": 16, "num_heads": 16, "key_size": 128, "value_size": 128}
+SQUARE = DeltaLayer(num_key_heads=16, num_heads=16, key_size=128, value_size=128)
 LAYERS: dict[str, DeltaLayer | SsdLayer] = {
-    "delta rule, 16 heads of 128 x 128": DeltaLayer(**SQUARE),
-    "the same, decays per channel": DeltaLayer(**SQUARE, decays_by_channel=True),
+    "delta rule, 16 heads of 128 x 128": SQUARE,
+    "the same, decays per channel": dataclasses.replace(SQUARE, decays_by_channel=True),
     "Mamba2, 48 heads of 64 x 128 in one group": SsdLayer(
         num_groups=1, num_heads=48, head_size=64, state_size=128
     ),
