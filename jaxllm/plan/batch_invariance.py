@@ -94,7 +94,7 @@ def _states(plan: EnginePlan) -> str | None:
             f"self-attention keeps it with our own kernel, and this is {ops.self_attention.name!r}"
         )
     if MambaSpec in mixers:
-        return "the state spaces of Mamba are computed in tiles, which do not keep it"
+        return "it was not shown for the state spaces of Mamba"
     if plan.dtype != jnp.float32:
         return "recurrent layers were shown to keep it in float32; set dtype='float32'"
     if plan.speculation is not None:

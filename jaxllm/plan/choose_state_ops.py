@@ -84,8 +84,7 @@ def choose_state_ops(
         if not kinds.isdisjoint(_WITH_CONVOLUTIONS):
             load["conv"] = functools.partial(NativeConv.load, library, dtype)
         if not kinds.isdisjoint(_DELTA):
-            by_token = row_sums is not None
-            load["delta"] = functools.partial(NativeDelta.load, library, by_token=by_token)
+            load["delta"] = functools.partial(NativeDelta.load, library)
         if MambaSpec in kinds:
             load["ssd"] = functools.partial(NativeSsd.load, library)
     for name, its in load.items():

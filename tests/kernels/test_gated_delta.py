@@ -1,6 +1,7 @@
 """The gated delta rule: every implementation computes every batch of every kind of layer."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -18,9 +19,11 @@ from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.recurrent.scan import AtOnce
 
+from tests.kernels.mixed_rows import assert_as_xla
+
 XLA = XlaDelta()
 # Of the kernel in C++: what runs always, and layers that are like others.
-ALWAYS = ("drafts", "decodes")
+ALWAYS = ("drafts", "many drafts", "decodes", "borders of tiles")
 OTHERS = [name for name in LAYERS if name not in ("usual", "by channel")]
 
 
@@ -92,13 +95,25 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd(kind, native):
     np.testing.assert_array_equal(own, among_others)
 
 
-def test_token_by_token_a_cut_changes_no_bit(native):
-    by_token = dataclasses.replace(native, by_token=True)
-    assert error(by_token, "drafts", LAYERS["usual"]) < TOLERANCE
+@pytest.mark.parametrize("layer", ["usual", "by channel"])
+def test_of_native_neither_a_cut_nor_a_crowd_changes_a_bit(native, layer):
+    # Such heads are cut into parts if a row is alone.
+    layer = dataclasses.replace(LAYERS[layer], value_size=200)
     whole = dataclasses.replace(CASES["mixed"], steps=(((0, 70),),))
-    cut = dataclasses.replace(CASES["mixed"], steps=(((0, 3),), ((0, 1),), ((0, 66),)))
-    one, several = (outputs(by_token, case, LAYERS["usual"])[0] for case in (whole, cut))
+    first, second = ((1, 30), (0, 3)), ((1, 1), (0, 1), (2, 5))
+    cut = dataclasses.replace(whole, steps=(first, second, ((2, 4), (0, 66))))
+    one, several = (outputs(native, case, layer)[0] for case in (whole, cut))
     np.testing.assert_array_equal(one, several)
+
+
+def test_native_leaves_other_states_and_clears_other_outputs(native):
+    layer = LAYERS["usual"]
+    state_shape = (layer.num_heads, layer.key_size, layer.value_size)
+
+    def run(op):
+        return lambda operands, state, rows: op(*operands, state, rows)
+
+    assert_as_xla(run(native), run(XLA), functools.partial(draw, layer), state_shape, 64)
 
 
 def test_decodes_at_once_follow_the_chip():

@@ -1,6 +1,7 @@
 """The state space of Mamba2: every implementation computes every batch of every kind of layer."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +12,20 @@ from jaxllm_kernels.ragged_paged_attention.api import RaggedBatch
 from jaxllm_kernels.recurrent.cases import CASES
 from jaxllm_kernels.recurrent.rows import prepare_rows
 from jaxllm_kernels.recurrent.scan import AtOnce
-from jaxllm_kernels.ssd.cases import LAYERS, TOLERANCE, error, outputs
+from jaxllm_kernels.ssd.cases import LAYERS, TOLERANCE, draw, error, outputs
 from jaxllm_kernels.ssd.native import NativeSsd
 from jaxllm_kernels.ssd.reference import ReferenceSsd
 from jaxllm_kernels.ssd.xla import XlaSsd
 
+from tests.kernels.mixed_rows import assert_as_xla
+
 XLA = XlaSsd()
-# What the kernel in C++ computes always: decodes and drafts, with rows and columns that fill no
-# whole vectors.
-ALWAYS = ("drafts", "odd sizes")
+# What the kernel in C++ computes always: decodes, prompts and drafts, with rows and columns that
+# fill no whole vectors.
+ALWAYS = [("drafts", "odd sizes"), ("many drafts", "odd sizes"), ("borders of tiles", "usual")]
 NATIVE = [
-    ALWAYS,
-    *((name, "usual") for name in CASES),
+    *ALWAYS,
+    *((name, "usual") for name in CASES if name != "borders of tiles"),
     *(("drafts", layer) for layer in LAYERS if layer not in ("usual", "odd sizes")),
 ]
 # As on accelerators, but with fewer decodes and tiles at once than a step has.
@@ -36,7 +39,7 @@ def native(any_library):
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [pytest.param(*it, marks=[] if it == ALWAYS else pytest.mark.sweep) for it in NATIVE],
+    [pytest.param(*it, marks=[] if it in ALWAYS else pytest.mark.sweep) for it in NATIVE],
 )
 def test_native_is_right(native, name, layer):
     assert error(native, name, LAYERS[layer]) < TOLERANCE
@@ -77,6 +80,26 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_crowd(kind, library):
     # Its row of one token is a decode in both.
     own, among_others = (outputs(op, case, LAYERS["usual"])[1] for case in (alone, crowd))
     np.testing.assert_array_equal(own, among_others)
+
+
+def test_of_native_neither_a_cut_nor_a_crowd_changes_a_bit(native):
+    # Such heads are cut into parts if a row is alone.
+    layer = dataclasses.replace(LAYERS["odd sizes"], head_size=90)
+    whole = dataclasses.replace(CASES["mixed"], steps=(((0, 70),),))
+    first, second = ((1, 30), (0, 3)), ((1, 1), (0, 1), (2, 5))
+    cut = dataclasses.replace(whole, steps=(first, second, ((2, 4), (0, 66))))
+    one, several = (outputs(native, case, layer)[0] for case in (whole, cut))
+    np.testing.assert_array_equal(one, several)
+
+
+def test_native_leaves_other_states_and_clears_other_outputs(native):
+    layer = LAYERS["usual"]
+    state_shape = (layer.num_heads, layer.head_size, layer.state_size)
+
+    def run(op):
+        return lambda operands, state, rows: op(*operands, layer.rate, state, rows)
+
+    assert_as_xla(run(native), run(XLA), functools.partial(draw, layer), state_shape, 64)
 
 
 def test_no_step_copies_the_states_of_all_slots():

@@ -1,12 +1,12 @@
-// One token after the other of the gated delta rule: decodes, and rows with drafts.
+// One token after the other of the gated delta rule.
 //
-// The first pass over a head's state sums what it holds of the key and of the query, and the second
-// one, which finds it in the processor's cache, changes it. Sums have an order of their own, whatever
-// other rows there are.
+// A pass over some columns of a head's state changes it by a token, and sums what it then holds of
+// the next token's key and query. Between two tokens of a tile these columns stay in the processor's
+// first cache. Sums have an order of their own, whatever other rows there are, and wherever tiles
+// begin.
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 
 #include "native/ffi.h"
 #include "native/vectors.h"
@@ -16,8 +16,10 @@ namespace {
 
 using namespace jaxllm;
 
-// Vectors of columns at a time: two sums for each of them stay in registers.
-constexpr int kColumns = kNumRegisters / 4;
+// Vectors of columns at a time: two sums and a change for each of them are in registers, and 128 keys
+// of them fill half of a first cache of 32 KiB.
+constexpr int kColumns = std::min(kNumRegisters / 4, 32 / kLanes);
+constexpr int kBlock = kColumns * kLanes;
 
 // What a token does to a head, of sizes [K] in whole vectors. The decays are multiplied into the
 // first pair of keys and queries.
@@ -26,112 +28,161 @@ struct Token {
   float beta, product;  // of key and query
 };
 
-// Compute some columns. `from` is null if the state is zeros, and `to` if nothing needs the next one.
-template <typename Columns>
-void Advance(const Columns& columns, const Token& token, const float* v, const float* from,
-             float* to, float* out, int64_t num_keys, int64_t stride) {
-  constexpr int kNum = Columns::kVectors;
-  Floats held[kNum] = {}, seen[kNum] = {}, change[kNum];
-  for (int64_t i = 0; from && i < num_keys; ++i) {
-    const Floats k = token.decayed_k[i] - Floats{}, q = token.decayed_q[i] - Floats{};
+// Some columns of a matrix [K, ...]: those of the first key, and from one key to the next.
+template <typename Float>
+struct Matrix {
+  Float* columns;
+  int64_t stride;
+};
+
+// What columns hold of a key, and of a query.
+template <int kNum>
+struct Sums {
+  Floats held[kNum], seen[kNum];
+};
+
+// Change some columns by a token, if kChanges, and sum what they then hold of the next one, if
+// kReads.
+template <bool kChanges, bool kReads, typename Columns, int kNum = Columns::kVectors>
+[[gnu::always_inline]] inline Sums<kNum> Pass(const Columns& columns, int64_t num_keys,
+                                              Matrix<const float> from, Matrix<float> to,
+                                              const Token& token, const Floats (&changes)[kNum],
+                                              const Token& next) {
+  // Compilers keep in registers only what no store can change.
+  Floats change[kNum], held[kNum] = {}, seen[kNum] = {};
+  for (int n = 0; n < kNum; ++n) change[n] = changes[n];
+  for (int64_t i = 0; i < num_keys; ++i) {
+    const Floats decay = token.decays[i] - Floats{}, k = token.k[i] - Floats{};
+    const Floats next_k = next.decayed_k[i] - Floats{}, next_q = next.decayed_q[i] - Floats{};
     for (int n = 0; n < kNum; ++n) {
-      const Floats state = columns.Load(from + i * stride + n * kLanes);
-      AddProduct(held[n], state, k);
-      AddProduct(seen[n], state, q);
+      Floats state = columns.Load(from.columns + i * from.stride + n * kLanes);
+      if constexpr (kChanges) {
+        state = decay * state;
+        AddProduct(state, k, change[n]);
+        columns.Store(state, to.columns + i * to.stride + n * kLanes);
+      }
+      if constexpr (kReads) {
+        AddProduct(held[n], state, next_k);
+        AddProduct(seen[n], state, next_q);
+      }
     }
   }
-  for (int n = 0; n < kNum; ++n) {
-    change[n] = token.beta * (columns.Load(v + n * kLanes) - held[n]);
-    AddProduct(seen[n], token.product - Floats{}, change[n]);
-    columns.Store(seen[n], out + n * kLanes);
-  }
-  for (int64_t i = 0; to && i < num_keys; ++i) {
-    const Floats k = token.k[i] - Floats{}, decay = token.decays[i] - Floats{};
-    for (int n = 0; n < kNum; ++n) {
-      const int64_t at = i * stride + n * kLanes;
-      Floats state = from ? decay * columns.Load(from + at) : Floats{};
-      AddProduct(state, k, change[n]);
-      columns.Store(state, to + at);
-    }
-  }
+  Sums<kNum> sums;
+  for (int n = 0; n < kNum; ++n) sums.held[n] = held[n], sums.seen[n] = seen[n];
+  return sums;
 }
 
-void AdvanceHead(const Token& token, const float* v, const float* from, float* to, float* out,
-                 int64_t num_keys, int64_t num_values) {
-  int64_t begin = 0;
-  auto advance = [&](const auto& columns, int64_t count) {
-    Advance(columns, token, v + begin, from ? from + begin : from, to ? to + begin : to,
-            out + begin, num_keys, num_values);
-    begin += count;
-  };
-  while (num_values - begin >= kColumns * kLanes) advance(Whole<kColumns>{}, kColumns * kLanes);
-  while (num_values - begin >= kLanes) advance(Whole<1>{}, kLanes);
-  if (begin < num_values) advance(Part{num_values - begin}, num_values - begin);
-}
-
-// The operands of all tokens.
+// The operands of all tokens, and their outputs.
 struct Operands {
   const float *q, *k, *v, *log_decay, *beta;
+  float* out;
   int64_t num_key_heads, num_heads, num_keys, num_values;
   bool decays_by_channel;
 };
 
-// Memory for a token, of which `Token` is a view.
-class Prepared {
+// Computes tiles, in memory of its own.
+class Advance {
  public:
-  explicit Prepared(int64_t num_keys)
-      : padded_((num_keys + kLanes - 1) / kLanes * kLanes), numbers_(new float[4 * padded_]()) {}
+  explicit Advance(const Operands& of)
+      : of_(of),
+        padded_((of.num_keys + kLanes - 1) / kLanes * kLanes),
+        prepared_(4 * padded_ * kTileTokens),
+        columns_(of.num_keys * kBlock) {}
 
-  Token Of(const Operands& of, int64_t t, int64_t head) {
-    float* decays = &numbers_[0];
-    float *decayed_k = decays + padded_, *decayed_q = decayed_k + padded_,
-          *key = decayed_q + padded_;
-    const int64_t its = of.num_keys, place = t * of.num_heads + head;
-    const int64_t row = t * of.num_key_heads + head / (of.num_heads / of.num_key_heads);
-    const float *q = of.q + row * its, *k = of.k + row * its;
-    if (of.decays_by_channel) std::copy_n(of.log_decay + place * its, its, decays);
-    else std::fill(decays, decays + its, of.log_decay[place]);
-    std::fill(decays + its, decays + padded_, 0.0f);  // what the token before has left
-    std::copy_n(k, its, key);
-    std::copy_n(q, its, decayed_q);
-    Floats product{};
-    for (int64_t i = 0; i < padded_; i += kLanes) {
-      const Floats decay = Exp(LoadVector<Floats>(decays + i));
-      const Floats keys = LoadVector<Floats>(key + i), queries = LoadVector<Floats>(decayed_q + i);
-      AddProduct(product, keys, queries);
-      const Floats both[] = {keys * decay, queries * decay};
-      std::memcpy(decays + i, &decay, sizeof(decay));
-      std::memcpy(decayed_k + i, &both[0], sizeof(decay));
-      std::memcpy(decayed_q + i, &both[1], sizeof(decay));
-    }
-    return {decays, decayed_k, decayed_q, key, of.beta[place], Sum(product)};
+  void operator()(const Tile& tile, const float* from, float* to) {
+    Token tokens[kTileTokens];
+    for (int64_t j = 0; j < tile.num_tokens; ++j)
+      tokens[j] = Prepare(j, tile.first + j, tile.head);
+    int64_t begin = tile.values.begin;
+    auto advance = [&](const auto& columns, int64_t count) {
+      AdvanceColumns(columns, tokens, tile, begin, from, to);
+      begin += count;
+    };
+    while (tile.values.end - begin >= kBlock) advance(Whole<kColumns>{}, kBlock);
+    while (tile.values.end - begin >= kLanes) advance(Whole<1>{}, kLanes);
+    if (begin < tile.values.end) advance(Part{tile.values.end - begin}, tile.values.end - begin);
   }
 
  private:
+  Token Prepare(int64_t j, int64_t t, int64_t head) {
+    float* decays = prepared_.get() + j * 4 * padded_;
+    float *decayed_k = decays + padded_, *decayed_q = decayed_k + padded_,
+          *key = decayed_q + padded_;
+    const int64_t its = of_.num_keys, place = t * of_.num_heads + head;
+    const int64_t row = t * of_.num_key_heads + head / (of_.num_heads / of_.num_key_heads);
+    const int64_t ahead = 2 * of_.num_key_heads * its;
+    Fetch(of_.k + row * its + ahead, its);
+    Fetch(of_.q + row * its + ahead, its);
+    if (of_.decays_by_channel) Fetch(of_.log_decay + (place + 2 * of_.num_heads) * its, its);
+    auto copy = [=](const float* of_token, float* padded) {
+      std::fill(std::copy_n(of_token, its, padded), padded + padded_, 0.0f);
+    };
+    copy(of_.k + row * its, key);
+    copy(of_.q + row * its, decayed_q);
+    if (of_.decays_by_channel) copy(of_.log_decay + place * its, decays);
+    Floats product{}, decay{};
+    if (!of_.decays_by_channel) decay = Exp(of_.log_decay[place] - Floats{});
+    for (int64_t i = 0; i < padded_; i += kLanes) {
+      if (of_.decays_by_channel) decay = Exp(LoadVector<Floats>(decays + i));
+      const Floats keys = LoadVector<Floats>(key + i), queries = LoadVector<Floats>(decayed_q + i);
+      AddProduct(product, keys, queries);
+      Whole<1>::Store(decay, decays + i);
+      Whole<1>::Store(keys * decay, decayed_k + i);
+      Whole<1>::Store(queries * decay, decayed_q + i);
+    }
+    return {decays, decayed_k, decayed_q, key, of_.beta[place], Sum(product)};
+  }
+
+  template <typename Columns>
+  void AdvanceColumns(const Columns& columns, const Token* tokens, const Tile& tile, int64_t begin,
+                      const float* from, float* to) {
+    static constexpr float kZeros[kBlock] = {};
+    constexpr int kNum = Columns::kVectors;
+    const int64_t num_keys = of_.num_keys;
+    Matrix<const float> state{kZeros, 0};
+    if (from) state = {from + begin, of_.num_values};
+    const Matrix<float> here{columns_.get(), kBlock};
+    const int64_t next_token = of_.num_heads * of_.num_values;
+    Floats change[kNum] = {};
+    auto sums = Pass<false, true>(columns, num_keys, state, here, tokens[0], change, tokens[0]);
+    for (int64_t j = 0;; ++j) {
+      const Token& token = tokens[j];
+      const int64_t at = ((tile.first + j) * of_.num_heads + tile.head) * of_.num_values + begin;
+      for (int n = 0; n < kNum; ++n) {
+        change[n] = token.beta * (columns.Load(of_.v + at + n * kLanes) - sums.held[n]);
+        AddProduct(sums.seen[n], token.product - Floats{}, change[n]);
+        columns.Store(sums.seen[n], of_.out + at + n * kLanes);
+      }
+      if (j + 1 == tile.num_tokens) break;
+      Fetch(of_.v + at + next_token, kNum * kLanes);
+      Fetch(of_.out + at + next_token, kNum * kLanes);
+      sums = Pass<true, true>(columns, num_keys, state, here, token, change, tokens[j + 1]);
+      state = {here.columns, here.stride};
+    }
+    if (!to) return;
+    const Token& last = tokens[tile.num_tokens - 1];
+    Pass<true, false>(columns, num_keys, state, {to + begin, of_.num_values}, last, change, last);
+  }
+
+  const Operands& of_;
   int64_t padded_;
-  std::unique_ptr<float[]> numbers_;
+  Scratch prepared_, columns_;
 };
 
 ffi::Error Delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> q, ffi::Buffer<ffi::F32, 3> k,
                  ffi::Buffer<ffi::F32, 3> v, ffi::Buffer<ffi::F32, 3> log_decay,
                  ffi::Buffer<ffi::F32, 2> beta, ffi::Buffer<ffi::F32, 4> state,
-                 ffi::Buffer<ffi::F32, 3> out, ffi::RemainingArgs rows,
-                 ffi::ResultBuffer<ffi::F32, 4> next, ffi::ResultBuffer<ffi::F32, 3> outputs) {
-  const Operands of{q.typed_data(),      k.typed_data(),
-                    v.typed_data(),      log_decay.typed_data(),
-                    beta.typed_data(),   q.dimensions()[1],
-                    v.dimensions()[1],   q.dimensions()[2],
-                    v.dimensions()[2],   log_decay.dimensions()[2] > 1};
-  if (next->typed_data() != state.typed_data() || outputs->typed_data() != out.typed_data())
-    return ffi::Error::InvalidArgument("states and outputs must be updated in place");
-  StateRows(state, rows).Advance(pool, [&] {
-    return [&of, out = out.typed_data(), prepared = Prepared(of.num_keys)](
-               int64_t token, int64_t head, const float* from, float* to) mutable {
-      const int64_t at = (token * of.num_heads + head) * of.num_values;
-      AdvanceHead(prepared.Of(of, token, head), of.v + at, from, to, out + at, of.num_keys,
-                  of.num_values);
-    };
-  });
+                 ffi::RemainingArgs rows_of_step, ffi::ResultBuffer<ffi::F32, 4> next,
+                 ffi::ResultBuffer<ffi::F32, 3> out) {
+  const Operands of{q.typed_data(),         k.typed_data(),    v.typed_data(),
+                    log_decay.typed_data(), beta.typed_data(), out->typed_data(),
+                    q.dimensions()[1],      v.dimensions()[1], q.dimensions()[2],
+                    v.dimensions()[2],      log_decay.dimensions()[2] > 1};
+  if (next->typed_data() != state.typed_data())
+    return ffi::Error::InvalidArgument("states must be updated in place");
+  const StateRows rows(state, rows_of_step);
+  rows.ClearOthers(of.out, v.dimensions()[0], of.num_heads * of.num_values);
+  rows.Advance(pool, of.num_values, kBlock, [&] { return Advance(of); });
   return ffi::Error::Success();
 }
 

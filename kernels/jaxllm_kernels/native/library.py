@@ -79,7 +79,7 @@ _HEAD_PRODUCTS = _Part(
 _EXPERTS = _Part("experts", "experts/native.cc", ("jaxllm_experts",))
 # Adapters.
 _LOW_RANK = _Part("low-rank", "low_rank/native.cc", ("jaxllm_low_rank",))
-# Short convolutions, and decodes with a matrix for each head, which are computed in float32.
+# Short convolutions, and layers with a matrix for each head, which are computed in float32.
 _CONV = _Part("conv", "causal_conv/native.cc", ("jaxllm_conv",))
 _DELTA = _Part("delta", "gated_delta/native.cc", ("jaxllm_delta",), dtypes=("float32",))
 _SSD = _Part("ssd", "ssd/native.cc", ("jaxllm_ssd",), dtypes=("float32",))

@@ -71,6 +71,11 @@ CASES = {
         ),
         most_drafts=(3, 4),
     ),
+    # Both parts of the row are longer than what a kernel computes at once.
+    "many drafts": Case(
+        steps=(((0, 3), (1, 40)), ((1, 1), (0, 120, 70, 66)), ((1, 1), (0, 75, 72, 3)), ((0, 9),)),
+        most_drafts=(1, 72),
+    ),
 }
 
 # The next state and the outputs of an op for a step.

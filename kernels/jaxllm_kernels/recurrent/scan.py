@@ -96,7 +96,10 @@ def scan_rows(
     """
     num_tokens = len(rows.token_rows)
     of_tokens = operands
-    operands, out = _beside_tiles(operands, rows, out_shape, runs=tiles is None)
+    # If the tiles run here, there is room for the last tile, which may extend past the last token.
+    beside = TILE - 1 if tiles is None and rows.tiles is not None else 0
+    operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
+    out = jnp.zeros((num_tokens + beside, *out_shape), jnp.float32)
     num_decodes = min(at_once.decodes, num_tokens, len(rows.slots))
     if decodes is None:
         carried = _run_decodes(step, operands, (state, out), rows, num_decodes)
@@ -117,33 +120,6 @@ def scan_rows(
         carried = _run_drafts(step, operands, carried, rows, rows.drafts, num_decodes)
     state, out = carried
     return out[:num_tokens], state
-
-
-def scan_tiles(
-    chunk: Chunk,
-    operands: Any,
-    state: jax.Array,
-    rows: StateRows,
-    *,
-    out_shape: tuple[int, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """Compute the tiles alone, one by one; return the states and outputs, float32
-    [T or more, *out_shape], in which other rows have anything finite. Outputs past the T tokens
-    have no meaning."""
-    operands, out = _beside_tiles(operands, rows, out_shape)
-    if rows.tiles is not None:
-        state, out = _run_tiles(chunk, operands, (state, out), rows, rows.tiles, 1)
-    return out, state
-
-
-def _beside_tiles(
-    operands: Any, rows: StateRows, out_shape: tuple[int, ...], *, runs: bool = True
-) -> tuple[Any, jax.Array]:
-    """The operands, and zeros for the outputs. If the tiles run here, they have room for the last
-    tile, which may extend past the last token."""
-    beside = TILE - 1 if runs and rows.tiles is not None else 0
-    operands = jax.tree.map(lambda x: _pad_rows(x, beside), operands)
-    return operands, jnp.zeros((len(rows.token_rows) + beside, *out_shape), jnp.float32)
 
 
 def _run_decodes(

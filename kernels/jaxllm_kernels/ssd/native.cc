@@ -1,7 +1,8 @@
-// One token after the other of the state space of Mamba2: decodes, and rows with drafts.
+// One token after the other of the state space of Mamba2.
 //
-// One pass over a head's state lets it decay, adds the token and sums what is seen of it. Each sum
-// has an order of its own, whatever other rows there are.
+// Some columns of some rows of a head's state stay in registers for all tokens of a tile. Each token
+// lets them decay, adds its input, and adds what is seen of them to the sums of these rows. Sums have
+// an order of their own, whatever other rows of the step there are, and wherever tiles begin.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,75 +15,161 @@ namespace {
 
 using namespace jaxllm;
 
-// Rows of a state at a time, whose sums become numbers together.
-constexpr int kRows = 4;
+// Rows of a state, and vectors of columns, in registers.
+constexpr int kRows = kNumRegisters / 8;
+constexpr int kColumns = 4;
+// Tokens whose sums become numbers together.
+constexpr int kTotals = 4;
+static_assert(kTileTokens % kTotals == 0);
 
-// What a token does to a head: its vectors [K], and the head's decay.
-struct Token {
-  const float *b, *c;
-  float decay;
+// The operands of all tokens, and their outputs.
+struct Operands {
+  const float *x, *b, *c, *step, *rate;
+  float* out;
+  int64_t num_heads, num_groups, num_rows, num_columns;
 };
 
-// Compute some columns of some rows of a state.
-template <int kNum, typename Columns>
-void Advance(const Columns& columns, const Token& token, int64_t column, const Floats (&added)[kNum],
-             const float* from, float* to, int64_t stride, Floats (&sums)[1][kNum]) {
-  const Floats b = columns.Load(token.b + column), c = columns.Load(token.c + column);
-  for (int n = 0; n < kNum; ++n) {
-    const int64_t at = n * stride + column;
-    Floats state = from ? token.decay * columns.Load(from + at) : Floats{};
-    AddProduct(state, added[n], b);
-    AddProduct(sums[0][n], state, c);
-    if (to) columns.Store(state, to + at);
-  }
-}
+// Computes tiles, in memory of its own.
+class Advance {
+ public:
+  explicit Advance(const Operands& of)
+      : of_(of),
+        vectors_(2 * kTileTokens * (of.num_columns + kLanes)),
+        added_(kTileTokens * of.num_rows),
+        sums_(kTileTokens * kRows * kLanes) {}
 
-// Compute some rows of a state, of which x has the inputs. `from` is null if the state is zeros, and
-// `to` if nothing needs the next one.
-template <int kNum>
-void AdvanceRows(const Token& token, const float* x, float step, const float* from, float* to,
-                 float* out, int64_t num_columns) {
-  Floats added[kNum], sums[1][kNum] = {};
-  for (int n = 0; n < kNum; ++n) added[n] = step * x[n] - Floats{};
-  const int64_t whole = num_columns / kLanes * kLanes;
-  for (int64_t column = 0; column < whole; column += kLanes)
-    Advance(Whole<1>{}, token, column, added, from, to, num_columns, sums);
-  if (whole < num_columns)
-    Advance(Part{num_columns - whole}, token, whole, added, from, to, num_columns, sums);
-  float totals[kNum][1];
-  SumAll(sums, totals);
-  for (int n = 0; n < kNum; ++n) out[n] = totals[n][0];
-}
+  void operator()(const Tile& tile, const float* from, float* to) {
+    Prepare(tile);
+    int64_t row = tile.values.begin;
+    for (; row + kRows <= tile.values.end; row += kRows) AdvanceRows<kRows>(tile, row, from, to);
+    for (; row < tile.values.end; ++row) AdvanceRows<1>(tile, row, from, to);
+  }
+
+ private:
+  // Call work(columns, column) for all columns.
+  template <typename Work>
+  void ForColumns(const Work& work) const {
+    int64_t column = 0;
+    for (; column + kColumns * kLanes <= of_.num_columns; column += kColumns * kLanes)
+      work(Whole<kColumns>{}, column);
+    for (; column + kLanes <= of_.num_columns; column += kLanes) work(Whole<1>{}, column);
+    if (column < of_.num_columns) work(Part{of_.num_columns - column}, column);
+  }
+
+  // The vectors b and c of a token, side by side, for some columns. Tokens are beside each other:
+  // where they come from, all of them would have the same places in the processor's first cache.
+  template <typename Columns>
+  float* VectorsOf(const Columns&, const Tile& tile, int64_t j, int64_t column) const {
+    return vectors_.get() + 2 * (column * tile.num_tokens + j * Columns::kVectors * kLanes);
+  }
+
+  void Prepare(const Tile& tile) {
+    for (int64_t j = 0; j < tile.num_tokens; ++j) {
+      const int64_t t = tile.first + j, place = t * of_.num_heads + tile.head;
+      const int64_t group = tile.head / (of_.num_heads / of_.num_groups);
+      const int64_t vector = (t * of_.num_groups + group) * of_.num_columns;
+      const int64_t ahead = 2 * of_.num_heads * of_.num_rows;
+      Fetch(of_.x + place * of_.num_rows + ahead, of_.num_rows);
+      ForColumns([&](const auto& columns, int64_t column) {
+        constexpr int kNum = std::decay_t<decltype(columns)>::kVectors;
+        float* both = VectorsOf(columns, tile, j, column);
+        for (int n = 0; n < kNum; ++n) {
+          const int64_t at = vector + column + n * kLanes;
+          Whole<1>::Store(columns.Load(of_.b + at), both + n * kLanes);
+          Whole<1>::Store(columns.Load(of_.c + at), both + (kNum + n) * kLanes);
+        }
+      });
+      const float step = of_.step[place];
+      decays_[j] = Exp(step * of_.rate[tile.head] - Floats{})[0];
+      for (int64_t row = tile.values.begin; row < tile.values.end; ++row)
+        added_.get()[j * of_.num_rows + row] = step * of_.x[place * of_.num_rows + row];
+    }
+  }
+
+  // Compute some rows of a state.
+  template <int kNumRows>
+  void AdvanceRows(const Tile& tile, int64_t row, const float* from, float* to) {
+    const int64_t at = row * of_.num_columns;
+    ForColumns([&](const auto& columns, int64_t column) {
+      AdvanceColumns<kNumRows>(columns, tile, row, column, from ? from + at + column : nullptr,
+                               to ? to + at + column : nullptr);
+    });
+    for (int64_t j = 0; j < tile.num_tokens; j += kTotals) {
+      Floats sums[kTotals][kNumRows];
+      std::memcpy(sums, sums_.get() + j * kNumRows * kLanes, sizeof(sums));
+      float totals[kNumRows][kTotals];
+      SumAll(sums, totals);
+      const int64_t last = std::min<int64_t>(kTotals, tile.num_tokens - j);
+      for (int64_t i = 0; i < last; ++i) {
+        const int64_t place = (tile.first + j + i) * of_.num_heads + tile.head;
+        for (int r = 0; r < kNumRows; ++r) of_.out[place * of_.num_rows + row + r] = totals[r][i];
+      }
+    }
+  }
+
+  template <int kNumRows, typename Columns>
+  void AdvanceColumns(const Columns& columns, const Tile& tile, int64_t row, int64_t column,
+                      const float* from, float* to) {
+    constexpr int kNum = Columns::kVectors;
+    Floats state[kNumRows][kNum] = {};
+    if (from)
+#pragma GCC unroll 8
+      for (int r = 0; r < kNumRows; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < kNum; ++n)
+          state[r][n] = columns.Load(from + r * of_.num_columns + n * kLanes);
+    const float* vectors = VectorsOf(columns, tile, 0, column);
+    const float* inputs = added_.get() + row;
+    float* sums = sums_.get();
+    for (int64_t j = 0; j < tile.num_tokens; ++j) {
+      const Floats decay = decays_[j] - Floats{};
+      Floats added[kNumRows], sum[kNumRows] = {};
+#pragma GCC unroll 8
+      for (int r = 0; r < kNumRows; ++r) {
+        added[r] = inputs[r] - Floats{};
+        if (column > 0) sum[r] = LoadVector<Floats>(sums + r * kLanes);
+      }
+#pragma GCC unroll 8
+      for (int n = 0; n < kNum; ++n) {
+        const Floats b = LoadVector<Floats>(vectors + n * kLanes);
+        const Floats c = LoadVector<Floats>(vectors + (kNum + n) * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kNumRows; ++r) {
+          state[r][n] = decay * state[r][n];
+          AddProduct(state[r][n], added[r], b);
+          AddProduct(sum[r], state[r][n], c);
+        }
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kNumRows; ++r) Whole<1>::Store(sum[r], sums + r * kLanes);
+      vectors += 2 * kNum * kLanes, inputs += of_.num_rows, sums += kNumRows * kLanes;
+    }
+    if (to)
+#pragma GCC unroll 8
+      for (int r = 0; r < kNumRows; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < kNum; ++n)
+          columns.Store(state[r][n], to + r * of_.num_columns + n * kLanes);
+  }
+
+  const Operands& of_;
+  Scratch vectors_, added_, sums_;
+  float decays_[kTileTokens];
+};
 
 ffi::Error Ssd(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 3> x, ffi::Buffer<ffi::F32, 3> b,
                ffi::Buffer<ffi::F32, 3> c, ffi::Buffer<ffi::F32, 2> step,
                ffi::Buffer<ffi::F32, 1> rate, ffi::Buffer<ffi::F32, 4> state,
-               ffi::Buffer<ffi::F32, 3> out, ffi::RemainingArgs rows,
-               ffi::ResultBuffer<ffi::F32, 4> next, ffi::ResultBuffer<ffi::F32, 3> outputs) {
-  const int64_t num_heads = x.dimensions()[1], num_rows = x.dimensions()[2];
-  const int64_t num_groups = b.dimensions()[1], num_columns = b.dimensions()[2];
-  if (next->typed_data() != state.typed_data() || outputs->typed_data() != out.typed_data())
-    return ffi::Error::InvalidArgument("states and outputs must be updated in place");
-  auto advance = [&](int64_t t, int64_t head, const float* from, float* to) {
-    const int64_t place = t * num_heads + head;
-    const int64_t group = t * num_groups + head / (num_heads / num_groups);
-    const float its_step = step.typed_data()[place];
-    const Floats decay = Exp(its_step * rate.typed_data()[head] - Floats{});
-    const Token token{b.typed_data() + group * num_columns, c.typed_data() + group * num_columns,
-                      decay[0]};
-    const float* inputs = x.typed_data() + place * num_rows;
-    float* sums = out.typed_data() + place * num_rows;
-    auto advance_rows = [&](auto number, int64_t row) {
-      const int64_t at = row * num_columns;
-      AdvanceRows<decltype(number)::value>(token, inputs + row, its_step, from ? from + at : from,
-                                           to ? to + at : to, sums + row, num_columns);
-    };
-    int64_t row = 0;
-    for (; row + kRows <= num_rows; row += kRows)
-      advance_rows(std::integral_constant<int, kRows>{}, row);
-    for (; row < num_rows; ++row) advance_rows(std::integral_constant<int, 1>{}, row);
-  };
-  StateRows(state, rows).Advance(pool, [&] { return advance; });
+               ffi::RemainingArgs rows_of_step, ffi::ResultBuffer<ffi::F32, 4> next,
+               ffi::ResultBuffer<ffi::F32, 3> out) {
+  const Operands of{x.typed_data(),    b.typed_data(),    c.typed_data(),    step.typed_data(),
+                    rate.typed_data(), out->typed_data(), x.dimensions()[1], b.dimensions()[1],
+                    x.dimensions()[2], b.dimensions()[2]};
+  if (next->typed_data() != state.typed_data())
+    return ffi::Error::InvalidArgument("states must be updated in place");
+  const StateRows rows(state, rows_of_step);
+  rows.ClearOthers(of.out, x.dimensions()[0], of.num_heads * of.num_rows);
+  rows.Advance(pool, of.num_rows, kRows, [&] { return Advance(of); });
   return ffi::Error::Success();
 }
 

@@ -1,4 +1,4 @@
-"""The state space of Mamba2 on CPUs: decodes and rows with drafts in C++, tiles in XLA."""
+"""The state space of Mamba2 on CPUs, in C++."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from jaxllm_kernels.native.library import Library
 from jaxllm_kernels.recurrent.native import advance_rows
 from jaxllm_kernels.recurrent.rows import StateRows
-from jaxllm_kernels.recurrent.scan import scan_tiles
-from jaxllm_kernels.ssd.xla import CHUNK
 
 
 @dataclass(frozen=True)
 class NativeSsd:
-    """`api.SsdOp` by the native library."""
+    """`api.SsdOp` by the native library. Every row is computed token by token, so its bits do not
+    depend on where it is cut."""
 
     library: Library
     name: str = "native"
@@ -35,7 +34,7 @@ class NativeSsd:
         state: jax.Array,
         rows: StateRows,
     ) -> tuple[jax.Array, jax.Array]:
-        operands = (x, b, c, step, step * rate)
-        out, state = scan_tiles(CHUNK, operands, state, rows, out_shape=x.shape[1:])
         operands = (*(it.astype(jnp.float32) for it in (x, b, c)), step, rate)
-        return advance_rows(self.library, "jaxllm_ssd", operands, state, out, rows)
+        return advance_rows(
+            self.library, "jaxllm_ssd", operands, state, rows, out_shape=x.shape[1:]
+        )
