@@ -105,12 +105,14 @@ def run(args: argparse.Namespace) -> None:
             raise
         where = prompts[error.prompt_index].where
         raise ValidationError(f"{where}: {error.__cause__}") from error
-    if args.json:
-        print("\n".join(as_json(output) for output in outputs), flush=True)
-    else:
-        shown = (as_text(output, dim=sys.stdout.isatty()) for output in outputs)
-        print("\n\n".join(shown), flush=True)
-    llm.shutdown()  # writes the profile
+    try:
+        if args.json:
+            print("\n".join(as_json(output) for output in outputs), flush=True)
+        else:
+            shown = (as_text(output, dim=sys.stdout.isatty()) for output in outputs)
+            print("\n\n".join(shown), flush=True)
+    finally:
+        llm.shutdown()  # writes the profile
     failed = [a for output in outputs for a in output.outputs if a.finish_reason == "error"]
     if failed:
         raise JaxLLMError(

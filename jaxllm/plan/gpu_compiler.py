@@ -20,6 +20,9 @@ from jaxllm_kernels.platform import Chip
 
 from jaxllm.config import CompilationConfig
 from jaxllm.errors import refused
+from jaxllm.logging import init_logger
+
+logger = init_logger(__name__)
 
 # What XLA may put into graphs, by the value of gpu_graphs. "whole" is in the chip's options.
 _GRAPHS = {
@@ -67,7 +70,12 @@ def when_to_compile(asked: CompilationConfig, chip: Chip) -> Literal["ahead", "b
     Beside steps the times of products would be wrong."""
     if asked.enforce_eager:
         return "late"
-    return "behind" if asked.compile_behind and chip.platform != "gpu" else "ahead"
+    if not asked.compile_behind:
+        return "ahead"
+    if chip.platform == "gpu":
+        logger.info("compile_behind: %s times products, so all is compiled before", chip.name)
+        return "ahead"
+    return "behind"
 
 
 def graph_options(graphs: str, chip: Chip) -> tuple[tuple[str, str], ...]:

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,12 +127,17 @@ class Programs:
 
     def __getitem__(self, key: Hashable) -> Any:
         compiled = self._compiled.get(key)
-        return self._make(key) if compiled is None else compiled
+        return self._make(key, is_needed=True) if compiled is None else compiled
 
     def compile_behind(self) -> None:
         """Load or compile all programs in threads of their own, while steps run."""
         missing = [key for key in self._programs if key not in self._compiled]
         self._behind = CompileBehind(missing, self._make, _COMPILE_THREADS)
+
+    def begin_to_stop(self) -> None:
+        """Begin with no more programs behind the steps."""
+        if self._behind is not None:
+            self._behind.begin_to_stop()
 
     def stop(self) -> None:
         """Compile nothing more behind the steps."""
@@ -176,24 +181,41 @@ class Programs:
     def _load(self, key: Hashable) -> jax.stages.Compiled | None:
         return self._store.load(key) if self._store else None
 
-    def _make(self, key: Hashable) -> jax.stages.Compiled:
-        """Load or compile a program on first use, or wait for the thread that does."""
+    def _make(self, key: Hashable, *, is_needed: bool = False) -> jax.stages.Compiled:
+        """Load or compile a program on first use, or wait for the thread that does. If that cannot,
+        a step that needs the program tries again."""
         future = Future()
         with self._lock:
-            its = self._being_made.setdefault(key, future)
-        if its is future:
+            # The thread before may just have put it there.
+            if (compiled := self._compiled.get(key)) is not None:
+                return compiled
+            being_made = self._being_made.setdefault(key, future)
+        if being_made is not future:
             try:
-                compiled = self._load(key) or self._compile_now(key)
-            except BaseException as error:
-                its.set_exception(error)
-            else:
-                self._compiled[key] = compiled
-                its.set_result(compiled)
-                trim_heap()
-        return its.result()
+                return being_made.result()
+            except Exception:
+                if not is_needed:
+                    raise
+            return self._make(key, is_needed=True)
+        try:
+            compiled = self._load(key) or self._compile_now(key, is_needed)
+        except BaseException as error:
+            self._end_making(key)
+            future.set_exception(error if isinstance(error, Exception) else CancelledError())
+            raise
+        self._end_making(key, compiled)
+        future.set_result(compiled)
+        trim_heap()
+        return compiled
 
-    def _compile_now(self, key: Hashable) -> jax.stages.Compiled:
-        if self._behind is None:
+    def _end_making(self, key: Hashable, compiled: jax.stages.Compiled | None = None) -> None:
+        with self._lock:
+            del self._being_made[key]
+            if compiled is not None:
+                self._compiled[key] = compiled
+
+    def _compile_now(self, key: Hashable, is_needed: bool) -> jax.stages.Compiled:
+        if is_needed:
             logger.info(
                 "compiling %s, now that it is needed; %d of %d programs are there",
                 key,

@@ -145,8 +145,6 @@ class ModelRunner:
         programs = Programs(declared, load_programs(plan, declared), ProgramStore.of(plan))
         self._programs = programs
         self.startup = Phases()
-        if plan.compiles == "behind":
-            programs.compile_behind()
         with self.startup.timed("Load weights"):
             weights = self._load_weights()
         if plan.compiles == "ahead":
@@ -179,6 +177,8 @@ class ModelRunner:
         self.num_compiles_after_warmup = 0
         self.num_token_rows = 0
         self.pack_s = 0.0
+        if plan.compiles == "behind":  # last, so that no thread outlives a start that fails
+            programs.compile_behind()
 
     def device_memory(self) -> list[DeviceMemory]:
         """The memory of the devices of this process that report it."""
@@ -225,7 +225,7 @@ class ModelRunner:
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
-        # Counted here, since another replica of this process may compile at other times.
+        # Of this thread: others compile for other replicas, or behind the steps.
         self.num_compiles_after_warmup += compilation_counter.compiles_here - compiles
         assert isinstance(outputs, StepOutputs)
         self._newest = PendingStep(schedule, packed.bucket, outputs, drafts)
@@ -286,9 +286,10 @@ class ModelRunner:
         return self._ends.info()
 
     def begin_to_end(self) -> None:
-        """Hand nothing over any more, and let the thread that moves blocks write its files, without
-        waiting for that. Nothing can run any more."""
+        """Hand nothing over any more, begin with no more programs, and let the thread that moves
+        blocks write its files, without waiting for that. Nothing can run any more."""
         self._ends.close()
+        self._programs.begin_to_stop()
         if self._mover is not None:
             self._mover.begin_to_close()
 
@@ -296,11 +297,11 @@ class ModelRunner:
         """Wait until files of blocks that had none are written, or a while. Read no more adapters,
         and compile nothing more."""
         self.begin_to_end()
-        self._programs.stop()
         if self._mover is not None:
             self._mover.close()
         if self._shelf is not None:
             self._shelf.close()
+        self._programs.stop()
 
     def reset(self) -> None:
         """Start over with an empty cache, after a step has failed and its state is lost."""

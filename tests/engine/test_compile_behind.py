@@ -1,12 +1,19 @@
 """An engine that compiles behind its steps answers as one that compiles before them."""
 
+import logging
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+from jaxllm_kernels.platform import CHIPS
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.errors import ValidationError
+from jaxllm.cli.main import main
+from jaxllm.config import CompilationConfig
+from jaxllm.errors import CheckpointError, ValidationError
+from jaxllm.plan.gpu_compiler import when_to_compile
 from jaxllm.testing import make_tiny_checkpoint
 from tests.profile import TINY
 
@@ -38,10 +45,38 @@ def expected(model):
     return answers(LLM(model, **TINY))
 
 
-def test_answers_are_those_of_an_engine_that_compiles_before(model, expected):
-    llm = LLM(model, **BEHIND)
-    assert answers(llm) == expected
+def test_answers_are_those_of_an_engine_that_compiles_before(model, expected, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        llm = LLM(model, **BEHIND, compilation_cache_dir=str(tmp_path))
+        assert answers(llm) == expected
+        assert "now that it is needed" in caplog.text
+        deadline = time.monotonic() + 300
+        while "all programs are there" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     llm.shutdown()
+
+
+def test_a_start_that_fails_leaves_no_thread(tmp_path):
+    model = make_tiny_checkpoint(tmp_path)
+    (model / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError):
+        LLM(str(model), **BEHIND)
+    assert not [its for its in threading.enumerate() if its.name == "compile behind"]
+
+
+@pytest.mark.parametrize(("chip", "expected"), [("v6e", "behind"), ("h200", "ahead")])
+def test_compilers_that_time_products_compile_before(chip, expected):
+    assert when_to_compile(CompilationConfig(compile_behind=True), CHIPS[chip]) == expected
+
+
+def test_one_prompt_on_the_command_line_does_not_wait_for_all_programs(model, tmp_path, caplog):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    flags.remove("--enforce-eager=True")
+    with caplog.at_level(logging.INFO):
+        arguments = ["generate", model, "--prompt", "a", "--max-tokens", "1", *flags]
+        assert main([*arguments, f"--compilation-cache-dir={tmp_path}"]) == 0
+    assert "now that it is needed" in caplog.text
 
 
 def test_a_process_may_end_before_all_is_compiled(model, expected, tmp_path):

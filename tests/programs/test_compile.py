@@ -1,5 +1,4 @@
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -130,13 +129,10 @@ def test_nothing_more_is_compiled_behind_an_engine_that_ends():
     )
     compiled.compile_behind()
     assert is_told.wait(60)
-    stopping = threading.Thread(target=compiled.stop)
-    stopping.start()
-    while not compiled._behind._stopping.is_set():
-        time.sleep(0.01)
+    compiled.begin_to_stop()
     go.set()
-    stopping.join(60)
-    assert not stopping.is_alive() and len(traced) < 9
+    compiled.stop()
+    assert len(traced) < 9
     assert compiled["last"](2.0) == 2.0
 
 
@@ -149,6 +145,39 @@ def test_who_needs_a_program_that_cannot_be_compiled_gets_the_error():
     assert compiled["right"](2.0) == 2.0
     with pytest.raises(RuntimeError, match="no such program"):
         compiled["wrong"]
+    compiled.stop()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_program_that_could_not_be_compiled_is_tried_again(error):
+    left = [error]
+
+    def function(x):
+        if left:
+            raise left.pop()
+        return x
+
+    compiled = of_functions(function=function)
+    with pytest.raises(type(error)):
+        compiled["function"]
+    assert compiled["function"](2.0) == 2.0
+
+
+def test_a_step_tries_what_failed_behind_it():
+    is_traced, go, left = threading.Event(), threading.Event(), [RuntimeError("no memory")]
+
+    def function(x):
+        if left:
+            is_traced.set()
+            assert go.wait(60)
+            raise left.pop()
+        return x
+
+    compiled = of_functions(function=function)
+    compiled.compile_behind()
+    assert is_traced.wait(60)
+    threading.Timer(0.1, go.set).start()
+    assert compiled["function"](2.0) == 2.0
     compiled.stop()
 
 
