@@ -82,7 +82,7 @@ def milliseconds(layer: DeltaLayer | SsdLayer, library: Library, args: Any) -> d
             _, states[name] = jax.block_until_ready(call(*operands, states[name], rows))
             if repetition > 0:  # the first one compiles
                 times[name].append(1e3 * (time.process_time() - start))
-    return {name: statistics.median(its) for name, its in times.items()}
+    return {name: statistics.median(of_op) for name, of_op in times.items()}
 
 
 def main() -> None:
@@ -98,9 +98,10 @@ def main() -> None:
         if not isinstance(library, Library):
             raise SystemExit(library.reason)
         for name, layer in LAYERS.items():
-            its = milliseconds(layer, library, args)
-            times = ", ".join(f"{op} {time:.2f} ms" for op, time in its.items())
-            print(f"{name}: {times}, ratio {its['xla'] / its['native']:.1f}", flush=True)
+            medians = milliseconds(layer, library, args)
+            times = ", ".join(f"{op} {time:.2f} ms" for op, time in medians.items())
+            ratio = medians["xla"] / medians["native"]
+            print(f"{name}: {times}, ratio {ratio:.1f}", flush=True)
 
 
 if __name__ == "__main__":

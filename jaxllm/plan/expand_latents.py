@@ -45,7 +45,7 @@ def with_expanded_latents(
         return with_forms(architecture, form_of)
     except ValueError as error:
         logger.warning(
-            "latent attention: whole prompts as what goes on from the cache, since %s", error
+            "latent attention: whole prompts are computed like other rows, since %s", error
         )
         return architecture
 
@@ -72,9 +72,8 @@ def fewest_tokens(spec: LatentAttentionSpec) -> int | None:
     A pair of tokens takes 2 * latent_size + rope_size products of a head with latents, and as many
     as keys and values have numbers without. The latter are made of the latents of all tokens of the
     step. A token of a whole prompt sees half of it on average. So a prompt that is alone in a step
-    has less work at any length, since nothing is absorbed in its step. This is the length for one
-    that shares the step with rows whose matrices are absorbed: of two such prompts in a step of
-    their lengths neither loses.
+    has less work at any length, since nothing is absorbed in its step. This is the length from
+    which on one also has less work beside as many tokens of rows whose matrices are absorbed.
     """
     made = spec.nope_size + spec.v_head_size
     saved = 2 * spec.latent_size - made

@@ -325,33 +325,34 @@ def roofline(plan: EnginePlan, stage: StagePlan) -> Roofline | None:
 
 def _windows(plan: EnginePlan, stage: StagePlan) -> tuple[Window, ...]:
     """What the attentions of a stage read and compute."""
-    caches = list(zip(stage.attention_configs, stage.block_bytes, strict=True))
     layers = {index: plan.architecture.layers[index] for index in stage.part.layers}
     owners = [
-        index
+        (index, mixer)
         for index, layer in layers.items()
         if layer.caches_of is None
         for mixer in layer.mixers
         if isinstance(mixer, AttentionSpec | LatentAttentionSpec)
     ]
+    caches = list(zip(owners, stage.attention_configs, stage.block_bytes, strict=True))
     # A layer that uses the caches of another one reads them again.
     again = [layer.caches_of for layer in layers.values() if layer.caches_of is not None]
-    read = caches + [
-        cache
-        for used in again
-        for owner, cache in zip(owners, caches, strict=True)
-        if owner == used
-    ]
+    read = caches + [cache for used in again for cache in caches if cache[0][0] == used]
     windows: dict[int, Window] = {}
-    for config, block_bytes in read:
+    for (_, mixer), config, block_bytes in read:
         # Of chunks a token sees half of one, on average.
         size = config.sliding_window or -(-(config.chunk or 0) // 2)
-        _, num_bytes, num_flops = windows.get(size, Window(size, 0, 0))
+        window = windows.get(size, Window(size, 0, 0))
+        per_pair = 2 * config.num_heads * (config.head_size + config.value_size)
+        fewest, of_fresh = 0, per_pair
+        if isinstance(mixer, LatentAttentionSpec) and mixer.expanded is not None:
+            sizes = mixer.nope_size + mixer.rope_size + mixer.v_head_size
+            fewest, of_fresh = mixer.expanded.fewest_tokens, 2 * config.num_heads * sizes
         windows[size] = Window(
             size=size,
-            bytes_per_token=num_bytes + block_bytes / plan.block_size,
-            flops_per_attended=num_flops
-            + 2 * config.num_heads * (config.head_size + config.value_size),
+            bytes_per_token=window.bytes_per_token + block_bytes / plan.block_size,
+            flops_per_attended=window.flops_per_attended + per_pair,
+            fewest_fresh=max(window.fewest_fresh, fewest),
+            flops_per_fresh=window.flops_per_fresh + of_fresh,
         )
     return tuple(sorted(windows.values()))
 

@@ -23,6 +23,9 @@ class Window(NamedTuple):
     size: int  # 0: they see everything
     bytes_per_token: float  # of keys and values
     flops_per_attended: float  # per pair of attending tokens
+    # Of whole prompts of so many tokens on, if these are computed otherwise (0: they are not).
+    fewest_fresh: int = 0
+    flops_per_fresh: float = 0.0
 
 
 class ExpertLayers(NamedTuple):
@@ -67,7 +70,9 @@ class Roofline:
         for window in self.windows:
             seen = np.minimum(contexts, window.size) if window.size else contexts
             num_bytes += seen * window.bytes_per_token
-            num_flops += np.minimum(attended, seen) * tokens * window.flops_per_attended
+            is_fresh = (tokens >= contexts) & (tokens >= (window.fewest_fresh or np.inf))
+            per_pair = np.where(is_fresh, window.flops_per_fresh, window.flops_per_attended)
+            num_flops += np.minimum(attended, seen) * tokens * per_pair
         return num_bytes, num_flops
 
     def bound(self, num_tokens: float, num_rows: float, attention: tuple[float, float]) -> Bound:

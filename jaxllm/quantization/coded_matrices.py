@@ -47,21 +47,13 @@ class Matrix:
         return rows.stop - rows.start, columns.stop - columns.start
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """The matrices that may become codes."""
-
-    # By the tensors of the checkpoint that have them: one each, or all experts of a layer.
-    of_tensors: Mapping[str, tuple[Matrix, ...]]
-    head: str | None  # the tensor of the head, which stays as it is
-
-
-def find_matrices(config: dict[str, Any], shapes: Mapping[str, Shape]) -> Matrices:
-    """Find the weights of linear layers and experts among tensors of these names and shapes."""
-    architecture = read_architecture(config)
-    if ModelRegistry.has_own_class(architecture.name):
-        raise UnsupportedModelError(f"{architecture.name} runs by a class of its own")
-    model = ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
+def find_matrices(
+    config: dict[str, Any], shapes: Mapping[str, Shape]
+) -> tuple[dict[str, tuple[Matrix, ...]], str | None]:
+    """Find the weights of linear layers and experts among tensors of these names and shapes: those
+    of each tensor, of which there is one, or all experts of a layer; and the tensor of the head,
+    which stays as it is."""
+    model = _abstract(config)
     kinds = {
         ".".join(map(str, path)): type(module)
         for path, module in nnx.iter_graph(model)
@@ -90,7 +82,7 @@ def find_matrices(config: dict[str, Any], shapes: Mapping[str, Shape]) -> Matric
             for module, index in places
         )
     head = next((tensor.name for tensor in _tensors(sources.get(_HEAD))), None)
-    return Matrices(of_tensors, head)
+    return of_tensors, head
 
 
 def check_read(config: dict[str, Any], names: Set[str]) -> None:
@@ -100,12 +92,20 @@ def check_read(config: dict[str, Any], names: Set[str]) -> None:
     sources = sources_of(
         parameters_of(model), model.checkpoint_map.for_tensors(dict.fromkeys(names))
     )
-    missing = {rows.tensor.name for its in sources.values() for rows in its.rows()} - names
+    missing = {rows.tensor.name for source in sources.values() for rows in source.rows()} - names
     if missing:
         raise UnsupportedModelError(
             f"the checkpoint would lack {some_of(sorted(missing))}: codes are not supported for "
             "weights that are stored like those of this model"
         )
+
+
+def _abstract(config: dict[str, Any]) -> Any:
+    """The model that config.json describes, without weights."""
+    architecture = read_architecture(config)
+    if ModelRegistry.has_own_class(architecture.name):
+        raise UnsupportedModelError(f"{architecture.name} runs by a class of its own")
+    return ModelRegistry.resolve([architecture.name]).abstract(architecture, np.float32)
 
 
 def _one_by_one(
@@ -126,8 +126,8 @@ def _one_by_one(
 def _leaves(source: Source, index: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     match source:
         case Stack(sources=sources):
-            for place, one in enumerate(sources):
-                yield from _leaves(one, (*index, place))
+            for place, part in enumerate(sources):
+                yield from _leaves(part, (*index, place))
         case Tensor() if index:
             yield source.name.removesuffix(WEIGHT), index
 
@@ -147,5 +147,5 @@ def _tensors(source: Source | None) -> Iterator[Tensor]:
         case InHalves(source=source) | Beside(whole=source):
             yield from _tensors(source)
         case Concat(sources=sources) | Stack(sources=sources):
-            for one in sources:
-                yield from _tensors(one)
+            for part in sources:
+                yield from _tensors(part)

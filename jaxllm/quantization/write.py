@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxllm.errors import UnsupportedModelError, ValidationError
+from jaxllm.errors import UnsupportedModelError, ValidationError, refused
 from jaxllm.files import read_json
 from jaxllm.models.checkpoint_map import Shape
 from jaxllm.quantization.coded_matrices import WEIGHT, Matrix, check_read, find_matrices
@@ -61,21 +61,29 @@ def write_quantized(model_dir: Path, out: Path, kind: Format, *, group_size: int
         )
     with Checkpoint(model_dir) as checkpoint:
         shapes = {name: its.shape for name, its in checkpoint.tensors.items()}
-        found = find_matrices(config, shapes)
+        matrices_of, head = find_matrices(config, shapes)
         coded = {
             name: matrices
-            for name, matrices in found.of_tensors.items()
-            if all(_group(its.shape[1], kind, group_size) for its in matrices)
+            for name, matrices in matrices_of.items()
+            if all(_group(matrix.shape[1], kind, group_size) for matrix in matrices)
         }
         if not coded:
             raise UnsupportedModelError(
                 f"{model_dir} has no weights [out, in] of linear layers whose inputs are a "
                 f"multiple of {group_size}; {_ALTERNATIVE}"
             )
-        ignored = _modules_of(shapes.keys() - coded.keys(), shapes, found.head)
+        ignored = _modules_of(shapes.keys() - coded.keys(), shapes, head)
         described = config | {"quantization_config": _describe(kind, group_size, ignored)}
-        modules = [its.module for matrices in coded.values() for its in matrices]
+        modules = [matrix.module for matrices in coded.values() for matrix in matrices]
         written = {f"{module}.{leaf}" for module in modules for leaf in _LEAVES[kind]}
+        for name in matrices_of.keys() - coded.keys():
+            if len(matrices_of[name]) > 1:
+                raise refused(
+                    "group_size",
+                    group_size,
+                    f"it does not divide the {matrices_of[name][0].shape[1]} inputs of {name}, and "
+                    "experts have one form; give another --group-size",
+                )
         try:
             check_read(described, (shapes.keys() - coded.keys()) | written)
         except UnsupportedModelError as error:

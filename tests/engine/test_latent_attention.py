@@ -5,8 +5,10 @@ import logging
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.config import EngineArgs
 from jaxllm.errors import ValidationError
 from jaxllm.plan import expand_latents
+from jaxllm.plan.make_plan import make_plan
 from jaxllm.testing import make_tiny_checkpoint
 from tests.heads import add_mtp
 
@@ -78,6 +80,9 @@ def test_a_head_that_drafts_expands_prompts_as_well(tmp_path, expected, expands,
     add_mtp(model)
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     llm = LLM(str(model), **OPTIONS, speculative_config=drafts)
+    plan = make_plan(EngineArgs(str(model), **OPTIONS, speculative_config=drafts))
+    assert plan.draft is not None
+    assert {config.fewest_fresh for config in plan.draft.attention_configs} == {12}
     drafted = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_same(drafted, expected)
     stats = llm.llm_engine.stats()

@@ -39,7 +39,7 @@ FLOAT32_TOLERANCES = {
     "large": 5e-6,
     "of latents": 5e-6,
 }
-ALWAYS = {"short rows", "a long reach", "no even number of tokens"}
+ALWAYS = {"short rows", "grouped heads", "a long reach", "no even number of tokens"}
 ALWAYS |= {"causal, grouped, and larger values", "rows left out"}
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from jaxllm_kernels.mla.api import LatentConfig
 from jaxllm_kernels.mla.tpu import TpuLatentBackend
@@ -91,11 +92,10 @@ def test_where_latents_are_no_larger_than_keys_and_values_none_are_made(model):
 
 
 def test_a_chip_without_a_kernel_computes_all_rows_alike_and_says_why(model, caplog):
-    (spec,) = latent_specs(plan := make_plan(EngineArgs(model, **OPTIONS)))
-    del spec
+    plan = make_plan(EngineArgs(model, **OPTIONS))
     same = with_expanded_latents(plan.architecture, CHIPS["h200"], NONE, 1, 64, "bfloat16")
     assert same == plan.architecture
-    assert "latent attention: whole prompts as what goes on from the cache, since" in caplog.text
+    assert "latent attention: whole prompts are computed like other rows, since" in caplog.text
 
 
 def test_every_device_has_all_latents(model):
@@ -113,6 +113,17 @@ def test_a_bound_counts_rows_and_products_with_latents(model):
     (window,) = line.windows
     assert window.bytes_per_token == 2 * 48 * 2
     assert window.flops_per_attended == 2 * 2 * 4 * (40 + 32)
+
+
+def test_a_bound_counts_products_with_keys_of_whole_prompts(model):
+    plan = make_plan(EngineArgs(model, **OPTIONS, max_num_batched_tokens=64))
+    line = roofline(dataclasses.replace(plan, chip=CHIPS["v6e"]), *plan.stages)
+    (window,) = line.windows
+    assert (window.fewest_fresh, window.flops_per_fresh) == (50, 2 * 2 * 4 * (28 + 8))
+    contexts = np.array([50, 51, 49])  # a whole prompt, the end of one, and one with few tokens
+    _, num_flops = line.attention(np.array([50, 50, 49]), contexts)
+    pairs = np.array([25.5 * 50, 26.5 * 50, 25 * 49])
+    assert num_flops.tolist() == (pairs * 16 * np.array([36, 72, 72])).tolist()
 
 
 def test_a_tpu_runs_its_kernels_or_says_why_not(caplog):

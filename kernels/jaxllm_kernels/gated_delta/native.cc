@@ -1,9 +1,9 @@
 // One token after the other of the gated delta rule.
 //
 // A pass over some columns of a head's state changes it by a token, and sums what it then holds of
-// the next token's key and query. Between two tokens of a tile these columns stay in the processor's
-// first cache. Sums have an order of their own, whatever other rows there are, and wherever tiles
-// begin.
+// the next token's key and query. Between two tokens of a tile these columns stay in the first cache
+// of the processor. Sums have an order of their own, whatever other rows there are, and wherever
+// tiles begin.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace {
 
 using namespace jaxllm;
 
-// Vectors of columns at a time: two sums and a change for each of them are in registers, and 128 keys
-// of them fill half of a first cache of 32 KiB.
+// Vectors of columns at a time: two sums and a change for each of them are in registers, and 128
+// keys of them fill at most half of a first cache of 32 KiB.
 constexpr int kColumns = std::min(kNumRegisters / 4, 32 / kLanes);
 constexpr int kBlock = kColumns * kLanes;
 
@@ -108,18 +108,19 @@ class Advance {
     float* decays = prepared_.get() + j * 4 * padded_;
     float *decayed_k = decays + padded_, *decayed_q = decayed_k + padded_,
           *key = decayed_q + padded_;
-    const int64_t its = of_.num_keys, place = t * of_.num_heads + head;
+    const int64_t num_keys = of_.num_keys, place = t * of_.num_heads + head;
     const int64_t row = t * of_.num_key_heads + head / (of_.num_heads / of_.num_key_heads);
-    const int64_t ahead = 2 * of_.num_key_heads * its;
-    Fetch(of_.k + row * its + ahead, its);
-    Fetch(of_.q + row * its + ahead, its);
-    if (of_.decays_by_channel) Fetch(of_.log_decay + (place + 2 * of_.num_heads) * its, its);
+    const int64_t ahead = 2 * of_.num_key_heads * num_keys;
+    Fetch(of_.k + row * num_keys + ahead, num_keys);
+    Fetch(of_.q + row * num_keys + ahead, num_keys);
+    if (of_.decays_by_channel)
+      Fetch(of_.log_decay + (place + 2 * of_.num_heads) * num_keys, num_keys);
     auto copy = [=](const float* of_token, float* padded) {
-      std::fill(std::copy_n(of_token, its, padded), padded + padded_, 0.0f);
+      std::fill(std::copy_n(of_token, num_keys, padded), padded + padded_, 0.0f);
     };
-    copy(of_.k + row * its, key);
-    copy(of_.q + row * its, decayed_q);
-    if (of_.decays_by_channel) copy(of_.log_decay + place * its, decays);
+    copy(of_.k + row * num_keys, key);
+    copy(of_.q + row * num_keys, decayed_q);
+    if (of_.decays_by_channel) copy(of_.log_decay + place * num_keys, decays);
     Floats product{}, decay{};
     if (!of_.decays_by_channel) decay = Exp(of_.log_decay[place] - Floats{});
     for (int64_t i = 0; i < padded_; i += kLanes) {

@@ -6,7 +6,9 @@ the queries, and into what follows the outputs. So each head attends to the rows
 token's score is the product of a query and the whole row; its value is the latent.
 
 One call computes one layer for one step, as in `ragged_paged_attention`, whose `RaggedBatch` it
-takes: it writes the step's rows into the paged cache, and then attends causally.
+takes: it writes the step's rows into the paged cache, and then attends causally. Rows that are
+whole prompts of at least `fewest_fresh` tokens are only written: the caller attends to them with
+keys and values.
 
 Axis letters: T tokens, N query heads, L latent size, W = L + the size of the rotated key.
 """

@@ -45,8 +45,8 @@ ffi::Error AttendLatents(ffi::ThreadPool pool, ffi::Buffer<kType, 3> q, ffi::Buf
   if (!IsWithinBounds(layer))
     return ffi::Error::InvalidArgument("the batch refers to tokens or blocks that do not exist");
 
-  // Few tiles are cut by heads, so that all threads have work. Each part makes the keys anew, and no
-  // sum is over heads.
+  // Few tiles are cut by heads, so that all threads have work. Each part makes the keys anew, and
+  // no sum is over heads.
   const auto tiles = CutTiles(layer);
   while (int64_t(tiles.size()) * layer.parts() < pool.num_threads() &&
          layer.heads_at_once > kBlockLines)

@@ -40,7 +40,7 @@ class MosaicSelfAttention:
         if jnp.dtype(dtype).itemsize != 2:
             raise ValueError(f"it computes in 16 bits, not in {jnp.dtype(dtype).name}")
         if value_size not in (None, head_size):
-            raise ValueError(f"values of {value_size} have not the size of keys, {head_size}")
+            raise ValueError(f"values of {value_size} do not have the size of keys, {head_size}")
         choose_sizes(head_size)
 
     def __call__(

@@ -1,8 +1,9 @@
 // One token after the other of the state space of Mamba2.
 //
-// Some columns of some rows of a head's state stay in registers for all tokens of a tile. Each token
-// lets them decay, adds its input, and adds what is seen of them to the sums of these rows. Sums have
-// an order of their own, whatever other rows of the step there are, and wherever tiles begin.
+// Some columns of some rows of a head's state stay in registers for all tokens of a tile. Each
+// token lets them decay, adds its input, and adds what is seen of them to the sums of these rows.
+// Sums have an order of their own, whatever other rows of the step there are, and wherever tiles
+// begin.
 
 #include <algorithm>
 #include <cstdint>
