@@ -120,10 +120,11 @@ def stacked_experts(
 
 
 def stacked_or_each(
-    names: CheckpointMap, architecture: Architecture, stacked: Rule
+    names: CheckpointMap, architecture: Architecture, stacked: Rule, *, each_first: bool = False
 ) -> CheckpointMap:
     """The map for checkpoints that have all experts of a layer in two tensors, as releases in 16
-    bits, or each in tensors of its own, as those with codes."""
+    bits, or each in tensors of its own, as those with codes. The first layout is that of weights
+    that are made up."""
     if not architecture.num_experts:
         return names
     layer = min(architecture.num_experts)
@@ -131,7 +132,7 @@ def stacked_or_each(
     told = f"model.layers.{layer}.{name}.experts.w2_weight"
     names = dataclasses.replace(names, told_by=(*names.told_by, told))
     first, other = (names.with_rules(experts=rule) for rule in (stacked, each_expert()))
-    if architecture.scheme is not None and architecture.scheme.reads_codes:
+    if each_first or (architecture.scheme is not None and architecture.scheme.reads_codes):
         first, other = other, first
     return dataclasses.replace(first, others=(other,))
 

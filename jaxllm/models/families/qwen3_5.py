@@ -109,6 +109,7 @@ def _names_of_layers(architecture: Architecture) -> CheckpointMap:
         names.with_names(shared_experts="shared_expert"),
         architecture,
         stacked_experts("experts.gate_up_proj", "experts.down_proj"),
+        each_first=True,
     )
 
 
