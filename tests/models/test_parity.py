@@ -181,7 +181,10 @@ def test_logits_do_not_depend_on_the_number_of_devices(on_one_device, cut_logits
 def test_logits_do_not_depend_on_other_numbers(
     on_one_device, logits_cut_otherwise, name, num_shards
 ):
-    assert_equal(on_one_device, logits_cut_otherwise[name][str(num_shards)])
+    cut = logits_cut_otherwise[name][str(num_shards)]
+    if cut.ndim == 0:
+        pytest.skip(str(cut))
+    assert_equal(on_one_device, cut)
 
 
 def assert_equal(whole, cut):
