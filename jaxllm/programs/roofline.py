@@ -23,7 +23,7 @@ class Window(NamedTuple):
     size: int  # 0: they see everything
     bytes_per_token: float  # of keys and values
     flops_per_attended: float  # per pair of attending tokens
-    # Of whole prompts of so many tokens on, if these are computed otherwise (0: they are not).
+    # Whole prompts of so many tokens may be computed otherwise (0: they are not).
     fewest_fresh: int = 0
     flops_per_fresh: float = 0.0
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxllm.errors import UnsupportedModelError, ValidationError, refused
+from jaxllm.errors import UnsupportedModelError, ValidationError
 from jaxllm.files import read_json
 from jaxllm.models.checkpoint_map import Shape
 from jaxllm.quantization.coded_matrices import WEIGHT, Matrix, check_read, find_matrices
@@ -27,6 +27,7 @@ _LEAVES = {"int8": _PACKED, "fp8": ("weight", "weight_scale"), "int4": _PACKED}
 _ALTERNATIVE = "`jaxllm convert --quantization` writes what an engine holds of it"
 _FILE_BYTES = 2 << 30  # about; a file holds whole tensors
 _ROWS_AT_ONCE = 1024
+_CODES_IN_A_WORD = 4  # of int8
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Shares of the largest weight of a group that the largest code may stand for. What is above it is
 # cut, which may cost less than coarser steps for all others.
@@ -78,11 +79,11 @@ def write_quantized(model_dir: Path, out: Path, kind: Format, *, group_size: int
         written = {f"{module}.{leaf}" for module in modules for leaf in _LEAVES[kind]}
         for name in matrices_of.keys() - coded.keys():
             if len(matrices_of[name]) > 1:
-                raise refused(
-                    "group_size",
-                    group_size,
-                    f"it does not divide the {matrices_of[name][0].shape[1]} inputs of {name}, and "
-                    "experts have one form; give another --group-size",
+                num_inputs = matrices_of[name][0].shape[1]
+                raise UnsupportedModelError(
+                    f"the {num_inputs} inputs of {name} are no multiple of "
+                    f"{f'--group-size {group_size}' if kind == 'int4' else _CODES_IN_A_WORD}, and "
+                    f"the experts of a layer have one form; {_ALTERNATIVE}"
                 )
         try:
             check_read(described, (shapes.keys() - coded.keys()) | written)
@@ -134,7 +135,7 @@ def _group(num_inputs: int, kind: Format, group_size: int) -> int | None:
     """The inputs that share a scale; None: they cannot be divided."""
     if kind == "int4":
         return group_size if num_inputs % group_size == 0 else None
-    return num_inputs if kind == "fp8" or num_inputs % 4 == 0 else None
+    return num_inputs if kind == "fp8" or num_inputs % _CODES_IN_A_WORD == 0 else None
 
 
 def _as_codes(

@@ -225,7 +225,7 @@ class ModelRunner:
         self.pack_s += time.perf_counter() - start
         self.num_token_rows += packed.bucket.num_tokens
         outputs = self._model.run(packed)
-        # Of this thread: others compile for other replicas, or behind the steps.
+        # Other threads compile for other replicas, or behind the steps.
         self.num_compiles_after_warmup += compilation_counter.compiles_here - compiles
         assert isinstance(outputs, StepOutputs)
         self._newest = PendingStep(schedule, packed.bucket, outputs, drafts)
